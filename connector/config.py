@@ -39,19 +39,20 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     store: Annotated[
         str | dict[str, str | list[str]],
-        Meta(description="`redis://`, `rediss://` or `unix://` URL of one server for index and data, "
-             '`"embedded"` (two local Valkeys, started or joined), or '
+        Meta(description="`redis://`, `rediss://` or `unix://` URL of one server for index and "
+             'data, `"embedded"` (two local Valkeys, started or joined), or '
              '`{"index": URL, "data": URL or [URL, ...]}`; data may also be `mooncake://`.'),
     ]
     tenant: Annotated[
-        str, Meta(description="Whose data this is; tenants share a store and see nothing of each other.")
+        str,
+        Meta(description="Whose data this is; tenants that share a store see nothing of each other."),
     ] = "default"
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Headers that may carry the session id, in order (shim).")
     ] = DEFAULT_HEADERS
     session_secret: Annotated[
         str,
-        Meta(description="Hex key (32 bytes or more) of the session HMAC; empty: made once in the index."),
+        Meta(description="Hex key (32 bytes or more) of the session HMAC; empty: made in the index."),
     ] = ""
     model_revision: Annotated[
         str, Meta(description="Names the weights, where the engine can't; part of the namespace.")
@@ -77,14 +78,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=0, description="Shorter hits are recomputed rather than loaded.")
     ] = 0
     cost_model: Annotated[
-        bool, Meta(description="Leave a load that would take longer than computing (measured online).")
+        bool, Meta(description="Leave a load that would take longer than computing (both measured).")
     ] = True
     checksums: Annotated[
-        bool, Meta(description="Verify the payload's checksum on every load (the header always is).")
+        bool, Meta(description="Verify the payload's checksum on every load (the header always).")
     ] = True
     load_failure_policy: Annotated[
         Literal["recompute"],
-        Meta(description="What vLLM's `kv_load_failure_policy` is set to; a cache never fails a request."),
+        Meta(description="What vLLM's `kv_load_failure_policy` is set to: no request may fail."),
     ] = "recompute"
     connect_timeout_s: Annotated[
         PositiveFloat, Meta(description="Limit for one connection attempt to a server.")
@@ -99,13 +100,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PositiveFloat, Meta(description="A load that takes longer ends; the rest is recomputed.")
     ] = 5.0
     save_deadline_s: Annotated[
-        PositiveFloat, Meta(description="A save that takes longer ends; blocks held for it are freed.")
+        PositiveFloat, Meta(description="A save that takes longer ends and its blocks are released.")
     ] = 30.0
     object_ttl_s: Annotated[
         PositiveFloat, Meta(description="Life of an object that was written but never committed.")
     ] = 600.0
     capacity_bytes: Annotated[
-        int, Meta(ge=0, description="Bytes each data node may hold; 0: `capacity_share` of its maxmemory.")
+        int, Meta(ge=0, description="Bytes a data node may hold; 0: `capacity_share` of its maxmemory.")
     ] = 0
     capacity_share: Annotated[
         Share, Meta(description="Share of a node's maxmemory that is used.")
@@ -126,7 +127,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PositiveInt, Meta(description="More bytes waiting to be loaded become misses.")
     ] = 2 << 30
     staging_bytes: Annotated[
-        PositiveInt, Meta(description="Pinned staging memory of each direction (GPU caches, Mooncake).")
+        PositiveInt, Meta(description="Pinned staging memory per direction (GPU caches, Mooncake).")
     ] = 256 << 20
     hold_share_max: Annotated[
         Share, Meta(description="Share of the engine's cache that saves may hold at once.")
@@ -144,7 +145,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PositiveInt, Meta(description="Sessions a tenant may have stored.")
     ] = 1_000_000
     mooncake_check: Annotated[
-        bool, Meta(description="Ask Mooncake whether the planned objects are there before promising them.")
+        bool, Meta(description="Ask Mooncake whether planned objects are there before promising them.")
     ] = True
 
     def resolved_store(self) -> StoreConfig:
@@ -252,5 +253,7 @@ def _check_limits(config: Config) -> None:
         raise ConfigError("tenant", config.tenant, "a name of at least one character")
     if config.object_ttl_s <= config.save_deadline_s:
         raise ConfigError(
-            "object_ttl_s", config.object_ttl_s, f"more than save_deadline_s ({config.save_deadline_s})"
+            "object_ttl_s",
+            config.object_ttl_s,
+            f"more than save_deadline_s ({config.save_deadline_s})",
         )

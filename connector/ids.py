@@ -21,7 +21,7 @@ BlockHash = NewType("BlockHash", bytes)
 that the first d blocks are equal."""
 
 SessionKey = NewType("SessionKey", bytes)
-"""HMAC of (tenant, cache salt, session id): the only form in which a session id leaves a process."""
+"""HMAC of (tenant, cache salt, session id): the only form in which an id leaves a process."""
 
 Generation = NewType("Generation", int)
 """One life of a session id, drawn from the index's global counter."""

@@ -28,8 +28,8 @@ BLOCKS_PER_CALL_MAX = 128
 BOUNDARIES_MAX = 64
 
 
-class Struct(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Base of every message here: frozen, positional on the wire, by keyword in Python."""
+class Struct(msgspec.Struct, frozen=True, array_like=True):
+    """Base of every message here: frozen, positional on the wire."""
 
 
 class Boundary(Struct):

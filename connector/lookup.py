@@ -78,7 +78,7 @@ class LookupReply(Struct):
 
 
 class PrepareOp(Struct):
-    """Ask for room for one save; see `indexmsg.PrepareRequest`. start: depth at which `parent` ends."""
+    """Ask for room for one save; see `indexmsg.PrepareRequest`. start: depth of `parent`."""
 
     job: JobId
     session: SessionKey

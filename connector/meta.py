@@ -24,8 +24,8 @@ from connector.ids import (
 )
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Base: frozen, positional on the wire, by keyword in Python."""
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base: frozen, positional on the wire."""
 
 
 class Placed(Message):
@@ -36,7 +36,7 @@ class Placed(Message):
     incarnation: bytes = b""
 
 
-class ReqMeta(Message, tag=True):
+class ReqMeta(Message):
     """One job of one request, the same for every rank.
 
     hashes[i] is the key of the block in cache page blocks[i]; len(hashes) == len(blocks) > 0.
@@ -47,13 +47,13 @@ class ReqMeta(Message, tag=True):
 
     job: JobId
     request: RequestId
-    session: SessionKey = NO_SESSION
-    generation: Generation = Generation(0)
     store: bytes
     hashes: tuple[BlockHash, ...]
     blocks: tuple[BlockId, ...]
     placed: tuple[Placed, ...]
     deadline_s: float
+    session: SessionKey = NO_SESSION
+    generation: Generation = Generation(0)
 
 
 class SaveMeta(ReqMeta, tag="save"):

@@ -75,7 +75,7 @@ def check_session_id(value: str) -> str:
 
 
 def session_key(secret: bytes, tenant: str, cache_salt: str | None, session_id: str) -> SessionKey:
-    """16-byte HMAC-SHA256 of (tenant, cache salt, id): no tenant or salt can name another's session.
+    """HMAC-SHA256 of (tenant, cache salt, id), 16 bytes: no tenant can name another's session.
 
     Each part is preceded by its length, so that no two triples give the same message.
     """
