@@ -45,14 +45,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ]
     tenant: Annotated[
         str,
-        Meta(description="Whose data this is; tenants that share a store see nothing of each other."),
+        Meta(description="Whose data this is; tenants see nothing of each other's."),
     ] = "default"
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Headers that may carry the session id, in order (shim).")
     ] = DEFAULT_HEADERS
     session_secret: Annotated[
         str,
-        Meta(description="Hex key (32 bytes or more) of the session HMAC; empty: made in the index."),
+        Meta(description="Hex key (32+ bytes) of the session HMAC; empty: made in the index."),
     ] = ""
     model_revision: Annotated[
         str, Meta(description="Names the weights, where the engine can't; part of the namespace.")
@@ -78,7 +78,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=0, description="Shorter hits are recomputed rather than loaded.")
     ] = 0
     cost_model: Annotated[
-        bool, Meta(description="Leave a load that would take longer than computing (both measured).")
+        bool, Meta(description="Leave a load that would take longer than computing (measured).")
     ] = True
     checksums: Annotated[
         bool, Meta(description="Verify the payload's checksum on every load (the header always).")
@@ -100,13 +100,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PositiveFloat, Meta(description="A load that takes longer ends; the rest is recomputed.")
     ] = 5.0
     save_deadline_s: Annotated[
-        PositiveFloat, Meta(description="A save that takes longer ends and its blocks are released.")
+        PositiveFloat, Meta(description="A save that takes longer ends; its blocks are released.")
     ] = 30.0
     object_ttl_s: Annotated[
         PositiveFloat, Meta(description="Life of an object that was written but never committed.")
     ] = 600.0
     capacity_bytes: Annotated[
-        int, Meta(ge=0, description="Bytes a data node may hold; 0: `capacity_share` of its maxmemory.")
+        int, Meta(ge=0, description="Bytes a node may hold; 0: `capacity_share` of its maxmemory.")
     ] = 0
     capacity_share: Annotated[
         Share, Meta(description="Share of a node's maxmemory that is used.")
@@ -145,7 +145,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PositiveInt, Meta(description="Sessions a tenant may have stored.")
     ] = 1_000_000
     mooncake_check: Annotated[
-        bool, Meta(description="Ask Mooncake whether planned objects are there before promising them.")
+        bool, Meta(description="Ask Mooncake whether planned objects are there before a promise.")
     ] = True
 
     def resolved_store(self) -> StoreConfig:
