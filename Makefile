@@ -1,0 +1,57 @@
+# Each target does all of its own set-up, on a machine that has only bash, make and Python 3.11.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+DEV := .venv
+VLLM := .venv-vllm
+BIN := $(DEV)/bin
+# Processes that share the tests, and flags for pytest: make test ARGS='-k close -x'
+JOBS ?= 2
+ARGS ?=
+# One thread per process: the tests run side by side on few cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo demo-pd test test-vllm lint format bench docs setup setup-vllm
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
+
+demo: $(DEV)/STAMP ## a conversation moves between two engine processes
+	@$(BIN)/session-kv demo $(ARGS)
+
+demo-pd: $(DEV)/STAMP ## prefill and decode on different engines
+	@$(BIN)/session-kv demo --pd $(ARGS)
+
+test: $(DEV)/STAMP lint ## lint, then all tests that need no vLLM
+	@echo '[test] pytest, $(JOBS) processes'
+	@$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(JOBS) --dist loadfile $(ARGS)
+
+test-vllm: $(VLLM)/STAMP ## the tests against real vLLM servers
+	@echo '[test-vllm] pytest tests/vllm'
+	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+lint: $(DEV)/STAMP ## ruff and mypy
+	@echo '[lint] ruff'
+	@$(BIN)/python -m ruff check .
+	@echo '[lint] mypy'
+	@$(BIN)/python -m mypy
+
+format: $(DEV)/STAMP ## rewrite the source as ruff likes it
+	@$(BIN)/python -m ruff check --fix .
+
+bench: $(DEV)/STAMP $(VLLM)/STAMP ## medians of store hit, own prefix cache and recompute
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+docs: $(DEV)/STAMP ## rewrite the generated pages of docs/
+	@$(BIN)/python -m store_worker.cli.config_doc docs/CONFIG.md
+
+setup: $(DEV)/STAMP ## only make .venv
+
+setup-vllm: $(VLLM)/STAMP ## only make .venv-vllm
+
+$(DEV)/STAMP: pyproject.toml scripts/venv.sh
+	@scripts/venv.sh dev
+
+$(VLLM)/STAMP: pyproject.toml scripts/venv.sh
+	@scripts/venv.sh vllm

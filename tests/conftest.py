@@ -1,0 +1,25 @@
+"""Fixtures that any test may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers import Server
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[Server]:
+    """A real server shared by a module's tests; use `clean_redis` to find it empty."""
+    with Server(tcp=True) as server:
+        yield server
+
+
+@pytest.fixture
+def clean_redis(redis_server: Server) -> Server:
+    """The module's server, emptied."""
+    with redis_server.client() as client:
+        client.flushall()
+        client.script_flush()
+    return redis_server
