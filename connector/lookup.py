@@ -15,6 +15,7 @@ from connector.ids import (
     Generation,
     GrantId,
     JobId,
+    Namespace,
     NodeId,
     RequestId,
     SessionKey,
@@ -40,6 +41,7 @@ class LookupOp(Struct):
     """
 
     request: RequestId
+    namespace: Namespace
     session_id: str | None
     cache_salt: str | None
     hashes: tuple[BlockHash, ...]
@@ -81,6 +83,7 @@ class PrepareOp(Struct):
     """Ask for room for one save; see `indexmsg.PrepareRequest`. start: depth of `parent`."""
 
     job: JobId
+    namespace: Namespace
     session: SessionKey
     generation: Generation
     parent: BlockHash
@@ -115,6 +118,7 @@ class CommitOp(Struct):
     """
 
     job: JobId
+    namespace: Namespace
     session: SessionKey
     generation: Generation
     grant: GrantId = GrantId(0)
@@ -139,6 +143,7 @@ class AbortOp(Struct):
     """Give a grant back: nothing of it will be committed; the objects may be deleted."""
 
     job: JobId
+    namespace: Namespace
     grant: GrantId
     node: NodeId
     hashes: tuple[BlockHash, ...]
@@ -148,6 +153,7 @@ class AbortOp(Struct):
 class ForgetOp(Struct):
     """The objects of these blocks were found missing or corrupt."""
 
+    namespace: Namespace
     hashes: tuple[BlockHash, ...]
     node: NodeId = NodeId("")
 
@@ -155,6 +161,7 @@ class ForgetOp(Struct):
 class RenewOp(Struct):
     """Extend the lease on the chain that ends with `hash` (a running request needs it)."""
 
+    namespace: Namespace
     hash: BlockHash
     depth: int
     lease_s: float
@@ -178,6 +185,7 @@ class CloseReply(Struct):
 class AbandonOp(Struct):
     """A prefill hand-off failed: whoever waits for this tip should stop."""
 
+    namespace: Namespace
     tip: BlockHash
 
 

@@ -18,6 +18,7 @@ from connector.ids import (
     BlockId,
     Generation,
     JobId,
+    Namespace,
     NodeId,
     RequestId,
     SessionKey,
@@ -41,7 +42,8 @@ class ReqMeta(Message):
 
     hashes[i] is the key of the block in cache page blocks[i]; len(hashes) == len(blocks) > 0.
     placed: where the blocks lie, in order; the counts add up to len(blocks).
-    store: the index's incarnation (8 bytes), part of every object key.
+    store: the index's incarnation (8 bytes), part of every object key, as is `namespace`, which
+    moves to a new epoch when the engine's cache is reset.
     deadline_s: seconds from the moment a worker receives the job; then it has ended, either way.
     """
 
@@ -54,6 +56,7 @@ class ReqMeta(Message):
     deadline_s: float
     session: SessionKey = NO_SESSION
     generation: Generation = Generation(0)
+    namespace: Namespace = Namespace(b"")
 
 
 class SaveMeta(ReqMeta, tag="save"):
