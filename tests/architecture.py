@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 PRODUCT = ("connector", "store_worker", "engine_shim")
-LEAF = frozenset(
-    f"connector.{name}"
-    for name in ("ids", "errors", "clock", "config", "session", "meta", "stats", "indexmsg", "lookup")
-)
+LEAF_NAMES = "ids errors clock config session meta stats indexmsg lookup"
+LEAF = frozenset(f"connector.{name}" for name in LEAF_NAMES.split())
 ADAPTER = "connector.vllm_adapter"
 # Composition roots: the only modules that see both the connector's core and the store.
 ROOTS = frozenset({ADAPTER, "engine_shim.wiring"})
