@@ -43,3 +43,7 @@ NO_HASH = BlockHash(b"")
 
 NO_SESSION = SessionKey(b"")
 """A chain without a session id: placed and evicted as a pseudo-session of its own."""
+
+NO_GENERATION = Generation(0)
+NO_GRANT = GrantId(0)
+NO_NODE = NodeId("")

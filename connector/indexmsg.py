@@ -32,14 +32,14 @@ class Struct(msgspec.Struct, frozen=True, array_like=True):
     """Base of every message here: frozen, positional on the wire."""
 
 
-class Boundary(Struct):
+class Boundary(Struct, frozen=True):
     """A remembered depth of a session's chain: `hash` is the hash of the block ending there."""
 
     depth: int
     hash: BlockHash
 
 
-class Recalled(Struct):
+class Recalled(Struct, frozen=True):
     """Answer of `recall`. An unknown session has no home and no boundaries.
 
     generation: pass it on to `prepare` and `commit`; it goes stale when the session is closed.
@@ -52,7 +52,7 @@ class Recalled(Struct):
     boundaries: tuple[Boundary, ...] = ()
 
 
-class RunSlice(Struct):
+class RunSlice(Struct, frozen=True):
     """Consecutive blocks (start, stop] of the acquired chain that lie on one node.
 
     start, stop: depths; the slice holds blocks number start+1 .. stop.
@@ -66,7 +66,7 @@ class RunSlice(Struct):
     ranks: int = 1
 
 
-class Acquired(Struct):
+class Acquired(Struct, frozen=True):
     """Answer of `acquire`: the usable prefix, whole and leased.
 
     depth: blocks that can be loaded (0: a miss). slices cover (0, depth] in order.
@@ -77,7 +77,7 @@ class Acquired(Struct):
     lease_until_ms: int = 0
 
 
-class Victim(Struct):
+class Victim(Struct, frozen=True):
     """A block taken out of the index whose objects (one per rank) must now be deleted."""
 
     namespace: Namespace
@@ -99,7 +99,7 @@ class DeclineReason(enum.StrEnum):
     QUOTA = "quota"  # the tenant's limit is reached
 
 
-class PrepareRequest(Struct):
+class PrepareRequest(Struct, frozen=True):
     """Room for one save: `hashes` (at most 128) follow `parent`, which ends at depth `start`.
 
     nodes: one node (forced) or two rendezvous candidates, used when the session has no live home.
@@ -122,7 +122,7 @@ class PrepareRequest(Struct):
     must: bool = False
 
 
-class Granted(Struct):
+class Granted(Struct, frozen=True):
     """Room is promised until `expires_ms`.
 
     first_missing: index into `hashes` of the first block to save; everything before it is listed
@@ -138,14 +138,14 @@ class Granted(Struct):
     victims: tuple[Victim, ...] = ()
 
 
-class Declined(Struct):
+class Declined(Struct, frozen=True):
     """No room promised."""
 
     reason: DeclineReason
     victims: tuple[Victim, ...] = ()
 
 
-class TurnEnd(Struct):
+class TurnEnd(Struct, frozen=True):
     """Where a turn's prompt and reply ended, as boundaries to remember (at most 4)."""
 
     boundaries: tuple[Boundary, ...]
@@ -161,7 +161,7 @@ class CommitOutcome(enum.StrEnum):
     EXPIRED = "expired"  # the grant is unknown: it expired, or the index was lost
 
 
-class CommitRequest(Struct):
+class CommitRequest(Struct, frozen=True):
     """Make a grant's blocks visible, or, with grant 0, touch the chain that ends at `parent`.
 
     saved: how many blocks, from the grant's first missing one, were saved on every rank.
@@ -178,7 +178,7 @@ class CommitRequest(Struct):
     turn_end: TurnEnd | None = None
 
 
-class Committed(Struct):
+class Committed(Struct, frozen=True):
     """Answer of `commit`; the same when retried.
 
     already: indices (into the grant's saved blocks) that another engine had committed meanwhile.
@@ -192,7 +192,7 @@ class Committed(Struct):
     copy: tuple[Victim, ...] = ()
 
 
-class Closed(Struct):
+class Closed(Struct, frozen=True):
     """Answer of `close`. more: call again for the rest. blocks: how many became free."""
 
     blocks: int = 0
@@ -200,7 +200,7 @@ class Closed(Struct):
     more: bool = False
 
 
-class NodeState(Struct):
+class NodeState(Struct, frozen=True):
     """One data node as the index accounts for it. All sizes in bytes."""
 
     node: NodeId
@@ -214,7 +214,7 @@ class NodeState(Struct):
     dying: int
 
 
-class SessionState(Struct):
+class SessionState(Struct, frozen=True):
     """One session, for people and routers."""
 
     session: SessionKey
@@ -229,7 +229,7 @@ class SessionState(Struct):
     engines: tuple[str, ...] = ()
 
 
-class IndexIdentity(Struct):
+class IndexIdentity(Struct, frozen=True):
     """What the index itself is: changes when its data is lost.
 
     incarnation: 8 bytes, part of every object key. secret: 32 bytes, the key of session keys.

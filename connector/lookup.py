@@ -29,9 +29,10 @@ from connector.indexmsg import (
 )
 
 
-class LookupOp(Struct):
+class LookupOp(Struct, frozen=True):
     """Find the longest stored prefix of a request.
 
+    ticket: echoed by the reply (a request may ask more than once).
     session_id and cache_salt are the raw strings: the client thread makes the key of them.
     hashes: the chain of the request's whole blocks that may be loaded. depth_min: what the engine
     has itself; nothing shorter is worth an answer. deadline_s: seconds from posting.
@@ -40,6 +41,7 @@ class LookupOp(Struct):
     lease_s: how long the found prefix is protected.
     """
 
+    ticket: int
     request: RequestId
     namespace: Namespace
     session_id: str | None
@@ -60,13 +62,14 @@ class LookupOutcome(enum.StrEnum):
     UNAVAILABLE = "unavailable"  # the index could not be asked in time
 
 
-class LookupReply(Struct):
+class LookupReply(Struct, frozen=True):
     """Answer to a LookupOp. `depth` blocks can be loaded, as `slices` say.
 
     session and generation are what later operations of the request carry; store is the index's
     incarnation. round_trips: how many the client needed.
     """
 
+    ticket: int
     request: RequestId
     outcome: LookupOutcome
     session: SessionKey = NO_SESSION
@@ -79,7 +82,7 @@ class LookupReply(Struct):
     seconds: float = 0.0
 
 
-class PrepareOp(Struct):
+class PrepareOp(Struct, frozen=True):
     """Ask for room for one save; see `indexmsg.PrepareRequest`. start: depth of `parent`."""
 
     job: JobId
@@ -96,7 +99,7 @@ class PrepareOp(Struct):
     must: bool = False
 
 
-class PrepareReply(Struct):
+class PrepareReply(Struct, frozen=True):
     """Answer to a PrepareOp: a grant, or why not (`declined`; None with `unavailable`)."""
 
     job: JobId
@@ -109,7 +112,7 @@ class PrepareReply(Struct):
     unavailable: bool = False
 
 
-class CommitOp(Struct):
+class CommitOp(Struct, frozen=True):
     """Make a job's first `saved` blocks (from the grant's first missing one) visible.
 
     hashes: all hashes of the grant, parent first_missing as in the PrepareReply; the client
@@ -131,7 +134,7 @@ class CommitOp(Struct):
     turn_end: TurnEnd | None = None
 
 
-class CommitReply(Struct):
+class CommitReply(Struct, frozen=True):
     """Answer to a CommitOp; outcome None: the index could not be reached."""
 
     job: JobId
@@ -139,7 +142,7 @@ class CommitReply(Struct):
     already: int = 0
 
 
-class AbortOp(Struct):
+class AbortOp(Struct, frozen=True):
     """Give a grant back: nothing of it will be committed; the objects may be deleted."""
 
     job: JobId
@@ -150,7 +153,7 @@ class AbortOp(Struct):
     ranks: int
 
 
-class ForgetOp(Struct):
+class ForgetOp(Struct, frozen=True):
     """The objects of these blocks were found missing or corrupt."""
 
     namespace: Namespace
@@ -158,7 +161,7 @@ class ForgetOp(Struct):
     node: NodeId = NodeId("")
 
 
-class RenewOp(Struct):
+class RenewOp(Struct, frozen=True):
     """Extend the lease on the chain that ends with `hash` (a running request needs it)."""
 
     namespace: Namespace
@@ -167,14 +170,14 @@ class RenewOp(Struct):
     lease_s: float
 
 
-class CloseOp(Struct):
+class CloseOp(Struct, frozen=True):
     """The conversation is over: end its generation and free what nothing else needs."""
 
     session_id: str
     cache_salt: str | None = None
 
 
-class CloseReply(Struct):
+class CloseReply(Struct, frozen=True):
     """Answer to a CloseOp. blocks: how many became free; ok False: the index was unreachable."""
 
     session_id: str
@@ -182,7 +185,7 @@ class CloseReply(Struct):
     blocks: int = 0
 
 
-class AbandonOp(Struct):
+class AbandonOp(Struct, frozen=True):
     """A prefill hand-off failed: whoever waits for this tip should stop."""
 
     namespace: Namespace
@@ -198,7 +201,7 @@ class HintKind(enum.StrEnum):
     DEMOTE = "demote"
 
 
-class HintOp(Struct):
+class HintOp(Struct, frozen=True):
     """One accepted kv_hints action on a session."""
 
     session_id: str
@@ -208,7 +211,7 @@ class HintOp(Struct):
     priority: int = 0
 
 
-class HintReply(Struct):
+class HintReply(Struct, frozen=True):
     """Answer to a HintOp: accepted, clipped (to a tenant's limit) or rejected, and why."""
 
     kind: HintKind
@@ -216,7 +219,7 @@ class HintReply(Struct):
     why: str = ""
 
 
-class DoneReply(Struct):
+class DoneReply(Struct, frozen=True):
     """Answer to operations that need none but the bookkeeping (abort, forget, renew, abandon)."""
 
     op: str

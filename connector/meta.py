@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base: frozen, positional on the wire."""
 
 
-class Placed(Message):
+class Placed(Message, frozen=True):
     """`count` consecutive blocks of a job that lie on `node`; incarnation of the node as listed."""
 
     node: NodeId
@@ -37,7 +37,7 @@ class Placed(Message):
     incarnation: bytes = b""
 
 
-class ReqMeta(Message):
+class ReqMeta(Message, frozen=True):
     """One job of one request, the same for every rank.
 
     hashes[i] is the key of the block in cache page blocks[i]; len(hashes) == len(blocks) > 0.
@@ -59,15 +59,15 @@ class ReqMeta(Message):
     namespace: Namespace = Namespace(b"")
 
 
-class SaveMeta(ReqMeta, tag="save"):
+class SaveMeta(ReqMeta, frozen=True, tag="save"):
     """Copy these pages to the store. The scheduler holds a reference on each until all report."""
 
 
-class LoadMeta(ReqMeta, tag="load"):
+class LoadMeta(ReqMeta, frozen=True, tag="load"):
     """Fill these pages from the store. The engine owns them for this request until all report."""
 
 
-class StepMeta(Message):
+class StepMeta(Message, frozen=True):
     """Everything the worker ranks are to do, sent with one engine step."""
 
     loads: tuple[LoadMeta, ...] = ()
@@ -97,7 +97,7 @@ class JobKind(enum.IntEnum):
     LOAD = 1
 
 
-class JobResult(Message):
+class JobResult(Message, frozen=True):
     """The one and only result of a job on one rank; it names every block.
 
     outcomes: one byte per block of the job, a `BlockOutcome` each.
@@ -123,7 +123,7 @@ class JobResult(Message):
         return len(self.outcomes)
 
 
-class WorkerReport(Message):
+class WorkerReport(Message, frozen=True):
     """What a rank reports back with one step. Counters are totals since the last report."""
 
     rank: int

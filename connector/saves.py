@@ -1,0 +1,369 @@
+"""Saves of the scheduler half: plan, prepare, send, commit.
+
+Core module. Owned by the scheduler thread; nothing here waits. A request has a window of jobs,
+in the order of their depth. Each is prepared as soon as its blocks are scheduled to be computed,
+sent one step later (when they are computed), and committed after the jobs before it.
+"""
+
+from __future__ import annotations
+
+from connector import planner
+from connector.context import Context
+from connector.ids import BlockHash, JobId
+from connector.indexmsg import CommitOutcome, DeclineReason, TurnEnd
+from connector.ledger import Job, JobState
+from connector.lookup import (
+    AbandonOp,
+    AbortOp,
+    CommitOp,
+    CommitReply,
+    PrepareOp,
+    PrepareReply,
+)
+from connector.meta import JobKind, Placed, SaveMeta
+from connector.tracker import RequestTracker
+
+NO_JOB = JobId(0)
+WINDOW_JOBS_MAX = 8
+RETRY_S = 1.0
+GRANT_MARGIN_S = 15.0
+
+
+class SaveFlow:
+    """From computed blocks to blocks that other engines can find."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._owner: dict[int, RequestTracker] = {}
+        self._ready: list[Job] = []
+        self._ask_again: list[RequestTracker] = []
+
+    # -- plan --------------------------------------------------------------------------------
+
+    def plan(self, tracker: RequestTracker, tokens: int) -> None:
+        """Open jobs for what is complete once `tokens` tokens are computed.
+
+        Called while the step that computes them is being built: the jobs are sent with a later
+        one. The blocks are held from here on.
+        """
+        context = self._context
+        if context.clock.now() < tracker.retry_at:
+            return
+        complete = planner.complete_depth(tracker, tokens, context.engine)
+        limit = WINDOW_JOBS_MAX if not tracker.finished else 1 << 30
+        while len(tracker.window) < limit:
+            piece = planner.next_save(tracker, complete, context.config.blocks_per_job_max)
+            if piece is None or not self._open(tracker, *piece):
+                return
+
+    def _open(self, tracker: RequestTracker, start: int, stop: int) -> bool:
+        context = self._context
+        engine, ledger = context.engine, context.ledger
+        why = ""
+        if not ledger.room_for(stop - start):
+            why = "hold"
+        elif (
+            ledger.bytes_open(JobKind.SAVE, engine.block_bytes)
+            + (stop - start) * engine.block_bytes
+            > context.config.save_bytes_in_flight_max
+        ):
+            why = "bytes"
+        if why:
+            tracker.retry_at = context.clock.now() + RETRY_S / 20
+            context.stats.add("saves_declined", reason=why)
+            return False
+        hashes = [BlockHash(h) for h in tracker.request.block_hashes[start:stop]]
+        span = (start, hashes, tracker.blocks[start:stop])
+        now = context.clock.now()
+        job = ledger.open(JobKind.SAVE, tracker.id, tracker.namespace, span, now)
+        job.parent = tracker.hash_at(start)
+        job.store = tracker.store
+        op = PrepareOp(
+            job=job.id,
+            namespace=job.namespace,
+            session=tracker.session,
+            generation=tracker.generation,
+            parent=job.parent,
+            start=start,
+            hashes=job.hashes,
+            object_bytes=engine.object_bytes,
+            ranks=engine.ranks,
+            grant_s=context.config.save_deadline_s + GRANT_MARGIN_S,
+            new_tokens=tracker.turn_tokens,
+            must=tracker.identity.must_save,
+        )
+        if not context.post(op):
+            ledger.settle(job)
+            return False
+        self._owner[job.id] = tracker
+        tracker.window.append(job)
+        tracker.planned = stop
+        return True
+
+    def prepared(self, reply: PrepareReply) -> None:
+        """Room was promised, or not."""
+        context = self._context
+        job = context.ledger.get(reply.job)
+        if job is None:
+            if reply.grant:
+                context.stats.add("grants_orphaned")
+            return
+        tracker = self._owner[job.id]
+        if reply.declined is None and not reply.unavailable:
+            job.grant, job.node, job.first = reply.grant, reply.node, reply.first_missing
+            job.incarnation, job.store = reply.incarnation, reply.store
+            if job.cancelled:
+                self._abort(job)
+                self._finish(tracker)
+            elif job.first == len(job.hashes):
+                context.ledger.release(job)
+                job.state = JobState.SAVED
+                self._commit_ready(tracker)
+            else:
+                job.state = JobState.READY
+                self._ready.append(job)
+            return
+        reason = reply.declined.value if reply.declined else "unavailable"
+        context.stats.add("saves_declined", reason=reason)
+        job.state = JobState.SAVED  # nothing is with the workers
+        self._roll_back(tracker, job)
+        if reply.declined is DeclineReason.MISSING_PARENT:
+            self._lost_parent(tracker)
+        elif reply.declined in (DeclineReason.STALE_GENERATION, DeclineReason.NOT_WORTH):
+            tracker.saving = False
+        self._finish(tracker)
+
+    # -- send and report ---------------------------------------------------------------------
+
+    def send(self) -> tuple[SaveMeta, ...]:
+        """Saves for this step's metadata: granted, and planned in an earlier step."""
+        metas = []
+        for job in self._ready:
+            if job.cancelled or self._context.ledger.get(job.id) is None:
+                continue
+            tracker = self._owner[job.id]
+            job.state = JobState.SENT
+            metas.append(
+                SaveMeta(
+                    job=job.id,
+                    request=job.request,
+                    store=job.store,
+                    hashes=job.hashes[job.first :],
+                    blocks=job.blocks[job.first :],
+                    placed=(
+                        Placed(
+                            node=job.node,
+                            count=len(job.blocks) - job.first,
+                            incarnation=job.incarnation,
+                        ),
+                    ),
+                    deadline_s=self._context.config.save_deadline_s,
+                    session=tracker.session,
+                    generation=tracker.generation,
+                    namespace=job.namespace,
+                )
+            )
+        self._ready.clear()
+        return tuple(metas)
+
+    def done(self, job: Job) -> None:
+        """Every rank has reported a save: its blocks are free, and it may be committed."""
+        context = self._context
+        tracker = self._owner[job.id]
+        context.stats.observe("save", job.seconds)
+        job.state = JobState.SAVED
+        context.ledger.release(job)
+        if job.cancelled:
+            self._abort(job)
+            self._commit_ready(tracker)
+        elif job.ok == 0:
+            context.stats.add("saves_failed")
+            self._roll_back(tracker, job)
+        else:
+            self._commit_ready(tracker)
+        self._finish(tracker)
+
+    # -- commit ------------------------------------------------------------------------------
+
+    def _commit_ready(self, tracker: RequestTracker) -> None:
+        """Ask for the commit of every saved job that has only asked-for commits before it."""
+        context = self._context
+        for job in list(tracker.window):
+            if job.state is JobState.COMMITTING:
+                continue
+            if job.state is not JobState.SAVED:
+                return
+            job.state = JobState.COMMITTING
+            reached = job.start + job.first + job.ok
+            last = tracker.finished and job is tracker.window[-1]
+            op = self._commit_op(tracker, job, reached if last else None)
+            if not context.post(op):
+                job.state = JobState.SAVED
+                self._roll_back(tracker, job)
+                return
+            tracker.turn_sent = tracker.turn_sent or last
+            if job.first + job.ok < len(job.hashes):
+                self._roll_back(tracker, job, keep_first=True)
+                return
+
+    def _commit_op(self, tracker: RequestTracker, job: Job, end: int | None) -> CommitOp:
+        return CommitOp(
+            job=job.id,
+            namespace=job.namespace,
+            session=tracker.session,
+            generation=tracker.generation,
+            grant=job.grant,
+            node=job.node,
+            saved=job.ok,
+            hashes=job.hashes[job.first :],
+            ranks=self._context.engine.ranks,
+            parent=job.parent,
+            start=job.start,
+            turn_end=None if end is None else self._turn_end(tracker, end),
+        )
+
+    def _turn_end(self, tracker: RequestTracker, depth: int) -> TurnEnd:
+        return planner.turn_end(tracker, depth, self._context.engine)
+
+    def committed(self, reply: CommitReply) -> None:
+        """The index has answered a commit."""
+        context = self._context
+        job = context.ledger.get(reply.job)
+        if job is None:
+            return  # a touch
+        tracker = self._owner[job.id]
+        context.stats.add("commits", by=reply.outcome.value if reply.outcome else "unavailable")
+        if reply.outcome is CommitOutcome.OK:
+            reached = job.start + job.first + job.ok
+            tracker.committed = max(tracker.committed, reached)
+            tokens = job.ok * context.engine.tokens_per_block
+            context.stats.add("tokens_saved", tokens)
+            self._remove(tracker, job)
+        else:
+            job.state = JobState.SAVED
+            self._roll_back(tracker, job, tell_index=False)
+            if reply.outcome is CommitOutcome.STALE_GENERATION:
+                tracker.saving = False
+            elif reply.outcome is CommitOutcome.MISSING_PARENT:
+                self._lost_parent(tracker)
+        self._finish(tracker)
+
+    # -- the ways out ------------------------------------------------------------------------
+
+    def _remove(self, tracker: RequestTracker, job: Job) -> None:
+        if job in tracker.window:
+            tracker.window.remove(job)
+        self._owner.pop(job.id, None)
+        self._context.ledger.settle(job)
+
+    def _abort(self, job: Job) -> None:
+        """Give a cancelled job's grant back; nothing of it becomes visible."""
+        tracker = self._owner[job.id]
+        if job.grant:
+            self._context.post(
+                AbortOp(
+                    job=job.id,
+                    namespace=job.namespace,
+                    grant=job.grant,
+                    node=job.node,
+                    hashes=job.hashes[job.first :],
+                    ranks=self._context.engine.ranks,
+                )
+            )
+        self._remove(tracker, job)
+
+    def _roll_back(
+        self,
+        tracker: RequestTracker,
+        job: Job,
+        keep_first: bool = False,
+        tell_index: bool = True,
+    ) -> None:
+        """This job and those after it can't be committed: plan again from here, a little later.
+
+        Jobs that are with the index or the workers end when those answer; their blocks stay held
+        until then.
+        """
+        at = tracker.window.index(job) + (1 if keep_first else 0)
+        reached = job.start + job.first + job.ok if keep_first else job.start
+        tracker.planned = min(tracker.planned, reached)
+        tracker.retry_at = self._context.clock.now() + RETRY_S
+        for later in tracker.window[at:]:
+            if later.state is JobState.COMMITTING:
+                continue
+            later.cancelled = True
+            if later.state is JobState.READY or (later.state is JobState.SAVED and tell_index):
+                self._abort(later)
+            elif later.state is JobState.SAVED:
+                self._remove(tracker, later)
+
+    def _lost_parent(self, tracker: RequestTracker) -> None:
+        """The chain below was evicted. Once: look where it ends now and go on from there."""
+        if tracker.regained or tracker.finished:
+            tracker.saving = False
+            self._context.stats.add("saves_given_up")
+            return
+        tracker.regained = True
+        tracker.identified = False
+        tracker.retry_at = 0.0
+        self._ask_again.append(tracker)
+
+    def take_lost(self) -> list[RequestTracker]:
+        """Trackers whose chain must be looked up anew, since the last call."""
+        lost, self._ask_again = self._ask_again, []
+        return lost
+
+    # -- end ---------------------------------------------------------------------------------
+
+    def finish(self, tracker: RequestTracker, tokens: int) -> None:
+        """The request ends with `tokens` tokens computed: save the rest, then record the turn."""
+        tracker.finished = True
+        tracker.retry_at = 0.0
+        if tracker.loading is None:
+            self.plan(tracker, tokens)
+        self._finish(tracker)
+
+    def _finish(self, tracker: RequestTracker) -> None:
+        """Once nothing is open any more: remember where the turn ended."""
+        if not tracker.finished or tracker.window or tracker.turn_sent:
+            return
+        tracker.turn_sent = True
+        depth = tracker.committed
+        self._abandon_if_short(tracker, depth)
+        if not tracker.identified or not depth or not tracker.saving:
+            return
+        self._context.post(
+            CommitOp(
+                job=NO_JOB,
+                namespace=tracker.namespace,
+                session=tracker.session,
+                generation=tracker.generation,
+                parent=tracker.hash_at(depth),
+                start=depth,
+                turn_end=self._turn_end(tracker, depth),
+            )
+        )
+
+    def _abandon_if_short(self, tracker: RequestTracker, depth: int) -> None:
+        """A hand-off whose tip will never be committed: whoever waits for it should stop."""
+        if not tracker.identity.must_save:
+            return
+        tip = tracker.request.num_prompt_tokens // self._context.engine.tokens_per_block
+        if tip > depth and tip <= len(tracker.request.block_hashes):
+            self._context.post(
+                AbandonOp(namespace=tracker.namespace, tip=tracker.hash_at(tip))
+            )
+
+    def cancel(self, tracker: RequestTracker) -> None:
+        """Stop saving this request; what is open ends without becoming visible."""
+        tracker.saving = False
+        if tracker.window:
+            self._roll_back(tracker, tracker.window[0])
+
+    def drop_holds(self) -> None:
+        """The engine empties its cache: let go of every block. What the workers are reading may be
+        overwritten now, so none of it is ever committed."""
+        for job in self._context.ledger.jobs():
+            if job.kind is JobKind.SAVE and job.held:
+                self._context.ledger.release(job)
+                self.cancel(self._owner[job.id])
