@@ -28,6 +28,7 @@ from connector.indexmsg import (
     SessionState,
     Victim,
 )
+from store_worker.policy import Ended, ScoreTable, Turn
 
 
 class SessionIndex(Protocol):
@@ -104,6 +105,14 @@ class SessionIndex(Protocol):
 
     def session(self, session: SessionKey) -> SessionState | None:
         """One session, or None."""
+
+    def set_scores(self, table: ScoreTable) -> None:
+        """Put a policy's table in force. Leaves keep the class of their last use; tables of
+        another number of classes are refused while leaves are listed (ValueError)."""
+
+    def turns(self, after: int = 0, count: int = 1000) -> tuple[int, tuple[Turn | Ended, ...]]:
+        """What a policy learns from: the log's events number after+1 and on, at most `count`, and
+        the number of the last one returned. The log is bounded; what fell out of it is skipped."""
 
     def check_integrity(self) -> list[str]:
         """Every violated invariant (I1, I5, I9b, refs), in words; empty when sound."""
