@@ -5,15 +5,19 @@ Objects are whole values under one key. A value is written and read as a list of
 end can avoid it. All failures of one object are outcomes; a StoreError is raised only when
 nothing at all can be said.
 
-Thread: an instance belongs to one thread. Each save or load thread opens its own.
+Thread: an instance belongs to one thread. Each save or load thread opens its own. Only `close` may
+be called from another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from connector.meta import BlockOutcome
+
+Landed = Callable[[int], None]
+"""Told the index of an item of `get` as soon as its bytes are all there. Must not raise."""
 
 
 class PutItem(NamedTuple):
@@ -34,14 +38,22 @@ class GetItem(NamedTuple):
 
 
 class DataNode(Protocol):
-    """One connection to one data server."""
+    """One connection to one data server. It connects on first use and again after a failure.
+
+    `deadline` is in clock seconds (`Clock.now()`); when it has passed, what is not done yet is
+    TIMED_OUT (put, get) or StoreTimeout is raised (the rest).
+    """
 
     def put(self, items: Sequence[PutItem], ttl_ms: int, deadline: float) -> list[BlockOutcome]:
-        """Write objects that expire after `ttl_ms` unless persisted. `deadline`: clock seconds.
-        When it returns, the parts are no longer read."""
+        """Write objects that expire after `ttl_ms` unless persisted; one outcome per item:
+        OK, FAILED or TIMED_OUT. When it returns or raises, the parts are no longer read."""
 
-    def get(self, items: Sequence[GetItem], deadline: float) -> list[BlockOutcome]:
-        """Read objects into their parts. When it returns, no byte will be written any more."""
+    def get(
+        self, items: Sequence[GetItem], deadline: float, landed: Landed | None = None
+    ) -> list[BlockOutcome]:
+        """Read objects into their parts; one outcome per item: OK, MISSING, CORRUPT, FAILED or
+        TIMED_OUT. When it returns or raises, no byte will be written into any part any more.
+        `landed` is called for every item that ends OK, in any order, before `get` returns."""
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> int:
         """Delete objects without blocking the server; returns how many were there."""
@@ -50,17 +62,29 @@ class DataNode(Protocol):
         """Which objects are there."""
 
     def persist(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Take the expiry off; False where the object is gone."""
+        """Take the expiry off; False where the object is gone. Persisting twice is True twice."""
+
+    def ready(self, deadline: float) -> bytes:
+        """Connect if need be. Returns the incarnation that the node had when this connection was
+        made; asks nothing on an open one. Raises StoreError, at once while a node is known to be
+        unreachable."""
 
     def incarnation(self, deadline: float) -> bytes:
-        """The node's random incarnation (8 bytes), made by set-if-absent."""
+        """The node's random incarnation (8 bytes), made by set-if-absent. Another value than
+        before means that the node has lost its data."""
 
     def charge(self, object_bytes: int, deadline: float) -> int:
         """What the server uses for an object of that size, by its own account."""
 
     def capacity(self, deadline: float) -> int:
-        """Bytes this node may hold (0.9 x its memory limit); 0 if it has no limit or evicts by
-        itself."""
+        """Bytes this node may hold: `capacity_bytes` if configured, else `capacity_share` of its
+        memory limit (or of half the machine's memory where it has none); 0 if it evicts by
+        itself and so can't be accounted for."""
+
+    def drain_counters(self) -> dict[str, int]:
+        """What happened since the last call, by name (`connector.stats` keys): `connects`,
+        `store_full`, `server_errors{kind=...}`, ... Thread: the owner's."""
 
     def close(self) -> None:
-        """Drop the connection at once. May be called from another thread to break a stuck call."""
+        """Drop the connection at once. May be called from another thread to break a stuck call.
+        The next call connects again."""
