@@ -100,7 +100,7 @@ class JobKind(enum.IntEnum):
 class JobResult(Message, frozen=True):
     """The one and only result of a job on one rank; it names every block.
 
-    outcomes: one byte per block of the job, a `BlockOutcome` each.
+    outcomes: one byte per block of the job, a `BlockOutcome` each; blocks: the job's.
     bytes_moved: payload bytes put into the cache or handed to the server.
     seconds: from receiving the job to its end.
     """
@@ -113,6 +113,7 @@ class JobResult(Message, frozen=True):
     bytes_moved: int = 0
     seconds: float = 0.0
     session: SessionKey = NO_SESSION
+    blocks: tuple[BlockId, ...] = ()
 
     @property
     def ok_prefix(self) -> int:

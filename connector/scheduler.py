@@ -39,13 +39,13 @@ HAND_OFF = "session_kv"
 
 
 class Scheduled(NamedTuple):
-    """One request's part of a step. num_computed_tokens: before the step. blocks: the full table,
-    or None if it has not changed since the last call that named it."""
+    """One request's part of a step. num_computed_tokens: before the step. blocks: gives the full
+    table; called only where there is something to plan, since long tables are dear to copy."""
 
     request: RequestId
     num_computed_tokens: int
     num_scheduled_tokens: int
-    blocks: Sequence[BlockId] | None
+    blocks: Callable[[], Sequence[BlockId]]
 
 
 class ConnectorScheduler:
@@ -185,13 +185,13 @@ class ConnectorScheduler:
             tracker = self._context.trackers.get(part.request)
             if tracker is None:
                 continue
-            if part.blocks is not None:
-                tracker.blocks = list(part.blocks)
             done = part.num_computed_tokens + part.num_scheduled_tokens
             tracker.turn_tokens += part.num_scheduled_tokens
             if part.num_scheduled_tokens >= PREFILL_TOKENS_MIN:
                 prefill_tokens += part.num_scheduled_tokens
-            self._saves.plan(tracker, done)
+            if done // self._context.engine.tokens_per_block > tracker.planned and tracker.saving:
+                tracker.blocks = list(part.blocks())
+                self._saves.plan(tracker, done)
         self._measure(prefill_tokens)
         return meta
 
@@ -262,6 +262,10 @@ class ConnectorScheduler:
     def drop_holds(self) -> None:
         """Let go of every engine block, because the engine empties its own cache."""
         self._saves.drop_holds()
+
+    def count(self, name: str) -> None:
+        """Something an adapter noticed."""
+        self._context.stats.add(name)
 
     def take_stats(self) -> Data:
         """Counters since the last call: this half's, and the workers' reports'."""

@@ -97,6 +97,12 @@ class SessionIndex(Protocol):
     ) -> tuple[Victim, ...]:
         """Data was lost on `node`: lowers its run's live_to; returns what a bounded sweep frees."""
 
+    def abandon(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> None:
+        """A prefill hand-off failed: `tip` will not be committed. Remembered for a minute."""
+
+    def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:
+        """True while `tip` is neither listed nor abandoned: whoever needs it should still wait."""
+
     def nodes(self) -> tuple[NodeState, ...]:
         """Accounting of every known node."""
 

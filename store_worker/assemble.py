@@ -1,0 +1,117 @@
+"""Puts the parts of an engine's store together: what both composition roots need.
+
+The scheduler process gets an index client with its janitor, each worker rank a `StoreWorker`. Both
+are given the same config; `embedded` is resolved here, by starting or joining the two local servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from connector.clock import Clock
+from connector.config import EMBEDDED, Config, StoreConfig
+from connector.ids import Namespace, NodeId
+from store_worker.backends.factory import node_id, open_node
+from store_worker.codec import HEADER_BYTES
+from store_worker.embedded import EmbeddedStore, default_directory, start_or_join
+from store_worker.executor import ThreadPool
+from store_worker.index import open_index
+from store_worker.index.client import IndexClient
+from store_worker.index.janitor import Desk
+from store_worker.keys import NamespaceSpec, namespace_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from store_worker.worker import StoreWorker
+
+READY_S = 3.0
+JANITOR_TASKS_MAX = 4096
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """Bytes of one rank's object of one block: header and payload."""
+    return HEADER_BYTES + payload_bytes
+
+
+def resolve_store(config: Config, clock: Clock) -> tuple[StoreConfig, EmbeddedStore | None]:
+    """The URLs to use; with them a use of the embedded servers, to be kept and closed."""
+    store = config.resolved_store()
+    if store.index != EMBEDDED:
+        return store, None
+    directory = config.embedded_dir or default_directory()
+    embedded = start_or_join(directory, config.embedded_bytes, clock)
+    return StoreConfig(index=embedded.index_url, data=(embedded.data_url,)), embedded
+
+
+@dataclass
+class SchedulerSide:
+    """What the scheduler process holds of the store."""
+
+    index: IndexClient
+    spec: NamespaceSpec
+    embedded: EmbeddedStore | None
+
+    def namespace_of(self, epoch: str) -> Namespace:
+        """The namespace of an epoch of this engine."""
+        return namespace_of(msgspec.structs.replace(self.spec, epoch=epoch))
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the threads, then give the embedded servers back."""
+        self.index.close(timeout_s)
+        if self.embedded is not None:
+            self.embedded.close()
+
+
+def open_scheduler_side(
+    config: Config, object_bytes: int, spec: NamespaceSpec, clock: Clock
+) -> SchedulerSide:
+    """The index client, ready or, after 3 s, not: a store that is down never stops an engine."""
+    store, embedded = resolve_store(config, clock)
+    urls = {node_id(url): url for url in store.data}
+
+    def pool(client: IndexClient) -> ThreadPool[Desk]:
+        return ThreadPool(
+            "store-janitor",
+            threads=1,
+            make_state=lambda: Desk(
+                index=open_index(store.index, config),
+                nodes={name: open_node(url, config, clock) for name, url in urls.items()},
+                config=config,
+                clock=clock,
+                object_bytes=object_bytes,
+                tell_identity=client.tell_identity,
+            ),
+            tasks_max=JANITOR_TASKS_MAX,
+            bytes_max=1 << 62,
+        )
+
+    client = IndexClient(open_index(store.index, config), config, tuple(urls), clock, pool)
+    client.wait_ready(READY_S)
+    return SchedulerSide(index=client, spec=spec, embedded=embedded)
+
+
+def open_worker_side(
+    config: Config,
+    rank: int,
+    caches: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+    num_blocks: int,
+    clock: Clock,
+) -> StoreWorker:
+    """The store thread's side of one worker rank, over the engine's cache tensors."""
+    from store_worker.paged.layout import paged_cache
+    from store_worker.worker import StoreWorker
+
+    store, embedded = resolve_store(config, clock)
+    urls: dict[NodeId, str] = {node_id(url): url for url in store.data}
+    cache = paged_cache(caches, num_blocks)
+    close: Callable[[], None] = embedded.close if embedded is not None else _nothing
+    return StoreWorker(config, rank, cache, clock, urls, on_close=close)
+
+
+def _nothing() -> None:
+    return None

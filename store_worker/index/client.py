@@ -1,0 +1,399 @@
+"""The index client: the one thread that talks to the session index for an engine.
+
+It implements `connector.ports.LookupPort`: the scheduler thread posts operations and polls replies
+and never waits. Every operation gets exactly one reply, with a failure when the index can't be
+reached in time. Data nodes are the janitor's business, so that a slow node delays no lookup.
+
+Thread: `post`, `poll`, `pending` and `close` on the scheduler thread; everything with an
+underscore on the `session-index` thread, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from connector.clock import Clock
+from connector.config import Config
+from connector.errors import StoreError, StoreUnavailable
+from connector.ids import NO_SESSION, NodeId, SessionKey
+from connector.indexmsg import (
+    CommitOutcome,
+    CommitRequest,
+    Committed,
+    Declined,
+    DeclineReason,
+    IndexIdentity,
+    PrepareRequest,
+    Victim,
+)
+from connector.lookup import (
+    AbandonOp,
+    AbortOp,
+    CloseOp,
+    CloseReply,
+    CommitOp,
+    CommitReply,
+    DoneReply,
+    ForgetOp,
+    HintKind,
+    HintOp,
+    HintReply,
+    IndexOp,
+    IndexReply,
+    LookupOp,
+    LookupOutcome,
+    LookupReply,
+    PrepareOp,
+    PrepareReply,
+    RenewOp,
+)
+from connector.session import session_key
+from store_worker import placement
+from store_worker.executor import Loop, Pool
+from store_worker.index import janitor, search
+from store_worker.index.base import SessionIndex
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 1.0
+TIP_POLL_S = 0.005
+DOWN_S = 0.25
+ROOM_TRIES = 4
+CLOSE_CALLS_MAX = 4096
+PRIORITY_DEMOTED = -1
+
+
+class Pending(NamedTuple):
+    """A posted operation; posted: clock seconds; tries: of a prepare that waits for room."""
+
+    op: IndexOp
+    posted: float
+    tries: int = 0
+
+
+class IndexClient:
+    """See the module. `pool` runs janitor jobs."""
+
+    def __init__(
+        self,
+        index: SessionIndex,
+        config: Config,
+        nodes: Sequence[NodeId],
+        clock: Clock,
+        pool: Callable[[IndexClient], Pool[janitor.Desk]],
+    ) -> None:
+        self._index = index
+        self._config = config
+        self._nodes = tuple(nodes)
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._queue: deque[Pending] = deque()  # bounded by post(); guarded by _wake
+        self._replies: deque[IndexReply] = deque()  # one per posted op; guarded by _wake
+        self._open = 0  # posted and not polled; scheduler thread
+        self._stopping = False  # guarded by _wake
+        self._identity: IndexIdentity | None = None  # replaced whole, never changed
+        self._ready = threading.Event()
+        self._down_until = 0.0
+        self._check_at = 0.0
+        self._tips: list[Pending] = []
+        self._pool = pool(self)
+        self._loop = Loop("session-index", self._run)
+
+    # -- the scheduler thread's side ---------------------------------------------------------
+
+    def post(self, op: IndexOp) -> bool:
+        """See LookupPort."""
+        if self._open >= self._config.queue_ops_max:
+            return False
+        with self._wake:
+            if self._stopping:
+                return False
+            self._open += 1
+            self._queue.append(Pending(op, self._clock.now()))
+            self._wake.notify()
+        return True
+
+    def poll(self) -> Sequence[IndexReply]:
+        """See LookupPort."""
+        if not self._replies:
+            return ()
+        with self._wake:
+            replies = list(self._replies)
+            self._replies.clear()
+        self._open -= len(replies)
+        return replies
+
+    def pending(self) -> int:
+        """See LookupPort."""
+        return self._open
+
+    def close(self, timeout_s: float) -> None:
+        """See LookupPort."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._loop.join(timeout_s / 2)
+        self._pool.stop(timeout_s / 2)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Until index and nodes were asked once, or the time is over. At start only."""
+        return self._ready.wait(timeout_s)
+
+    def tell_identity(self, identity: IndexIdentity) -> None:
+        """The janitor has seen the index (its thread)."""
+        self._identity = identity
+        self._ready.set()
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            item = self._next()
+            if item is None:
+                with self._wake:
+                    if self._stopping and not self._queue:
+                        return
+            else:
+                self._answer(item)
+            self._look_around()
+
+    def _next(self) -> Pending | None:
+        with self._wake:
+            if not self._queue and not self._stopping:
+                self._wake.wait(TIP_POLL_S if self._tips else CHECK_EVERY_S / 2)
+            return self._queue.popleft() if self._queue else None
+
+    def _look_around(self) -> None:
+        now = self._clock.now()
+        if now >= self._check_at:
+            self._check_at = now + CHECK_EVERY_S
+            self._pool.submit(janitor.CheckNodes(done=None))
+        if self._tips:
+            waiting, self._tips = self._tips, []
+            for item in waiting:
+                self._answer(item)
+
+    def _answer(self, item: Pending) -> None:
+        """Exactly one reply per operation, now or (waiting tips, prepares without room) later."""
+        now = self._clock.now()
+        try:
+            if now < self._down_until:
+                raise StoreUnavailable("the index did not answer a moment ago")
+            reply = self._handle(item)
+        except StoreError as error:
+            logger.debug("index: %s failed: %s", type(item.op).__name__, error)
+            if now >= self._down_until:
+                self._down_until = self._clock.now() + DOWN_S
+            reply = failure(item.op, self._clock.now() - item.posted)
+        except Exception:
+            logger.exception("index: %s failed", type(item.op).__name__)
+            reply = failure(item.op, self._clock.now() - item.posted)
+        if reply is not None:
+            self._reply(reply)
+
+    def _reply(self, reply: IndexReply) -> None:
+        with self._wake:
+            self._replies.append(reply)
+
+    def _seen(self) -> IndexIdentity:
+        if self._identity is None:
+            self._identity = self._index.identity()
+        return self._identity
+
+    def _key(self, session_id: str | None, salt: str | None) -> SessionKey:
+        if session_id is None:
+            return NO_SESSION
+        secret = bytes.fromhex(self._config.session_secret) or self._seen().secret
+        return session_key(secret, self._config.tenant, salt, session_id)
+
+    def _handle(self, item: Pending) -> IndexReply | None:
+        op = item.op
+        match op:
+            case LookupOp():
+                return self._lookup(item, op)
+            case PrepareOp():
+                return self._prepare(item, op)
+            case CommitOp():
+                return self._commit(op)
+            case CloseOp():
+                return self._close(op)
+            case HintOp():
+                return self._hint(op)
+            case AbortOp():
+                self._index.abort(op.grant)
+            case ForgetOp():
+                self._delete(self._index.forget(op.namespace, op.hashes, op.node))
+            case RenewOp():
+                self._index.acquire(op.namespace, [(op.hash, op.depth)], op.lease_s, NO_SESSION)
+            case AbandonOp():
+                self._index.abandon(op.namespace, op.tip)
+        return DoneReply(op=type(op).__name__, ok=True)
+
+    # -- operations --------------------------------------------------------------------------
+
+    def _lookup(self, item: Pending, op: LookupOp) -> LookupReply | None:
+        waited_s = self._clock.now() - item.posted
+        if waited_s >= op.deadline_s and not op.wait_tip:
+            raise StoreUnavailable("the lookup waited too long")
+        if op.wait_tip and waited_s < op.deadline_s and self._tip_due(op):
+            self._tips.append(item)
+            return None
+        identity = self._seen()
+        session = self._key(op.session_id, op.cache_salt)
+        found = search.find(self._index, op.namespace, session, op.hashes, op.lease_s)
+        return LookupReply(
+            ticket=op.ticket,
+            request=op.request,
+            outcome=found.outcome,
+            session=session,
+            generation=found.recalled.generation,
+            home=found.recalled.home,
+            store=identity.incarnation,
+            depth=found.acquired.depth,
+            slices=found.acquired.slices,
+            round_trips=found.round_trips,
+            seconds=self._clock.now() - item.posted,
+        )
+
+    def _tip_due(self, op: LookupOp) -> bool:
+        """True while the tip is neither committed nor abandoned."""
+        return self._index.awaited(op.namespace, op.wait_tip)
+
+    def _prepare(self, item: Pending, op: PrepareOp) -> PrepareReply | None:
+        nodes = placement.candidates(
+            op.session, op.hashes[0], self._nodes, self._config.placement
+        )
+        answer = self._index.prepare(
+            PrepareRequest(
+                namespace=op.namespace,
+                session=op.session,
+                generation=op.generation,
+                parent=op.parent,
+                start=op.start,
+                hashes=op.hashes,
+                nodes=nodes,
+                object_bytes=op.object_bytes,
+                ranks=op.ranks,
+                grant_s=op.grant_s,
+                new_tokens=op.new_tokens,
+                must=op.must,
+            )
+        )
+        if isinstance(answer, Declined):
+            if answer.reason is DeclineReason.ROOM and item.tries < ROOM_TRIES:
+                again = item._replace(tries=item.tries + 1)
+                if self._delete(answer.victims, lambda: self._again(again)):
+                    return None
+            else:
+                self._delete(answer.victims)
+            return PrepareReply(job=op.job, declined=answer.reason)
+        self._delete(answer.victims)
+        return PrepareReply(
+            job=op.job,
+            grant=answer.grant,
+            node=answer.node,
+            incarnation=answer.incarnation,
+            store=self._seen().incarnation,
+            first_missing=answer.first_missing,
+        )
+
+    def _again(self, item: Pending) -> None:
+        """The janitor has made room, or failed to (its thread)."""
+        with self._wake:
+            self._queue.append(item)
+            self._wake.notify()
+
+    def _commit(self, op: CommitOp) -> CommitReply:
+        answer = self._index.commit(
+            CommitRequest(
+                namespace=op.namespace,
+                session=op.session,
+                generation=op.generation,
+                grant=op.grant,
+                saved=op.saved,
+                parent=op.parent,
+                start=op.start,
+                turn_end=op.turn_end,
+            )
+        )
+        self._after_commit(op, answer)
+        return CommitReply(job=op.job, outcome=answer.outcome, already=len(answer.already))
+
+    def _after_commit(self, op: CommitOp, answer: Committed) -> None:
+        self._delete(answer.losers, report=False)
+        if answer.outcome is CommitOutcome.OK and op.saved:
+            self._pool.submit(
+                janitor.Persist(
+                    store=self._seen().incarnation,
+                    namespace=op.namespace,
+                    node=op.node,
+                    hashes=op.hashes[: op.saved],
+                    ranks=op.ranks,
+                )
+            )
+
+    def _close(self, op: CloseOp) -> CloseReply:
+        session = self._key(op.session_id, op.cache_salt)
+        blocks = 0
+        for _ in range(CLOSE_CALLS_MAX):
+            closed = self._index.close(session)
+            blocks += closed.blocks
+            self._delete(closed.victims)
+            if not closed.more:
+                break
+        return CloseReply(session_id=op.session_id, ok=True, blocks=blocks)
+
+    def _hint(self, op: HintOp) -> HintReply:
+        session = self._key(op.session_id, op.cache_salt)
+        if op.kind is HintKind.RELEASE:
+            self._close(CloseOp(session_id=op.session_id, cache_salt=op.cache_salt))
+        elif op.kind is HintKind.PIN:
+            granted_s = self._index.pin(session, op.ttl_s)
+            if granted_s <= 0:
+                return HintReply(kind=op.kind, outcome="rejected", why="over the tenant's quota")
+            if granted_s < op.ttl_s:
+                return HintReply(kind=op.kind, outcome="clipped", why="to the tenant's quota")
+        else:
+            demoted = op.kind is HintKind.DEMOTE
+            priority = PRIORITY_DEMOTED if demoted else op.priority
+            self._index.retain(session, priority, op.ttl_s)
+        return HintReply(kind=op.kind, outcome="accepted")
+
+    def _delete(
+        self,
+        victims: Sequence[Victim],
+        then: Callable[[], None] | None = None,
+        report: bool = True,
+    ) -> bool:
+        """Hand victims to the janitor. False if its queue is full (the index names them again)."""
+        if not victims:
+            return False
+        store = self._seen().incarnation
+        return self._pool.submit(janitor.Delete(store, victims, then, report))
+
+
+def failure(op: IndexOp, seconds: float) -> IndexReply:
+    """The reply of an operation that the index could not be asked."""
+    match op:
+        case LookupOp():
+            return LookupReply(
+                ticket=op.ticket,
+                request=op.request,
+                outcome=LookupOutcome.UNAVAILABLE,
+                seconds=seconds,
+            )
+        case PrepareOp():
+            return PrepareReply(job=op.job, unavailable=True)
+        case CommitOp():
+            return CommitReply(job=op.job, outcome=None)
+        case CloseOp():
+            return CloseReply(session_id=op.session_id, ok=False)
+        case HintOp():
+            return HintReply(kind=op.kind, outcome="rejected", why="the index is unreachable")
+    return DoneReply(op=type(op).__name__, ok=False)
+
+

@@ -1,0 +1,201 @@
+"""Housekeeping between the index and the data nodes, off the way of lookups.
+
+Deletes victims and reports them freed, takes the expiry off committed objects, copies the shared
+part, watches the nodes' incarnations. All of it is repeatable and may be lost at any point: objects
+expire by themselves, dying victims are named again by the index.
+
+Thread: one `store-janitor` thread of the executor, with its own connections.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from connector.clock import Clock
+from connector.config import Config
+from connector.errors import StoreError
+from connector.ids import BlockHash, Namespace, NodeId
+from connector.indexmsg import IndexIdentity, Victim
+from store_worker.backends.base import DataNode
+from store_worker.index.base import SessionIndex
+from store_worker.keys import object_key
+
+logger = logging.getLogger(__name__)
+
+KEYS_PER_CALL = 512
+NODE_DEADLINE_S = 2.0
+
+
+@dataclass
+class Desk:
+    """What the janitor's thread keeps: its own index connection and one per node.
+
+    identity is shared with the index client: the last one seen, None before the first contact.
+    """
+
+    index: SessionIndex
+    nodes: dict[NodeId, DataNode]
+    config: Config
+    clock: Clock
+    object_bytes: int
+    tell_identity: Callable[[IndexIdentity], None]
+
+    def interrupt(self) -> None:
+        """Break whatever call is stuck."""
+        for node in self.nodes.values():
+            node.close()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.interrupt()
+
+    def deadline(self) -> float:
+        """For one call to a data node."""
+        return self.clock.now() + NODE_DEADLINE_S
+
+
+class Job:
+    """A task of the janitor: a failure is logged, never raised further, never repeated here."""
+
+    def run(self, desk: Desk) -> None:
+        """Do it."""
+        raise NotImplementedError
+
+    def failed(self, error: BaseException) -> None:
+        """The store can't be reached: the index or the expiry will see to it."""
+        logger.debug("%s left undone: %s", type(self).__name__, error)
+
+    def dropped(self) -> None:
+        """The process ends."""
+
+
+@dataclass
+class Delete(Job):
+    """Delete victims' objects, report them freed, then call `then`."""
+
+    store: bytes
+    victims: Sequence[Victim]
+    then: Callable[[], None] | None = None
+    report: bool = True
+
+    def run(self, desk: Desk) -> None:
+        try:
+            gone = delete_victims(desk, self.store, self.victims)
+            if gone and self.report:
+                desk.index.freed(gone)
+        finally:
+            self._continue()
+
+    def dropped(self) -> None:
+        self._continue()
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        self._continue()
+
+    def _continue(self) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
+@dataclass
+class Persist(Job):
+    """Take the expiry off committed objects; forget blocks whose object is gone already."""
+
+    store: bytes
+    namespace: Namespace
+    node: NodeId
+    hashes: Sequence[BlockHash]
+    ranks: int
+
+    def run(self, desk: Desk) -> None:
+        node = desk.nodes.get(self.node)
+        if node is None:
+            return
+        lost = []
+        for part in batches(self.hashes, max(1, KEYS_PER_CALL // self.ranks)):
+            keys = [
+                object_key(self.store, self.namespace, h, rank)
+                for h in part
+                for rank in range(self.ranks)
+            ]
+            there = node.persist(keys, desk.deadline())
+            lost += [
+                h
+                for i, h in enumerate(part)
+                if not all(there[i * self.ranks : (i + 1) * self.ranks])
+            ]
+        if lost:
+            victims = desk.index.forget(self.namespace, lost, self.node)
+            Delete(self.store, victims).run(desk)
+
+
+@dataclass
+class CheckNodes(Job):
+    """Learn the index's identity and the nodes' incarnations, and tell the index of them."""
+
+    done: Callable[[], None] | None = None
+
+    def run(self, desk: Desk) -> None:
+        try:
+            identity = desk.index.identity()
+            for name, node in desk.nodes.items():
+                self._check(desk, name, node)
+                victims = desk.index.dying(name)
+                if victims:
+                    Delete(identity.incarnation, victims).run(desk)
+            desk.tell_identity(identity)
+        finally:
+            if self.done is not None:
+                self.done()
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        if self.done is not None:
+            self.done()
+
+    @staticmethod
+    def _check(desk: Desk, name: NodeId, node: DataNode) -> None:
+        try:
+            incarnation = node.incarnation(desk.deadline())
+            capacity = node.capacity(desk.deadline())
+            charge = node.charge(desk.object_bytes, desk.deadline()) if capacity else 0
+        except StoreError as error:
+            logger.debug("node %s is down: %s", name, error)
+            desk.index.node_down(name)
+            return
+        desk.index.register_node(name, incarnation, capacity)
+        if charge:
+            desk.index.set_charge(name, desk.object_bytes, charge)
+
+
+def batches(items: Sequence[BlockHash], size: int) -> Iterable[Sequence[BlockHash]]:
+    """Pieces of at most `size`."""
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def delete_victims(desk: Desk, store: bytes, victims: Sequence[Victim]) -> list[Victim]:
+    """Delete their objects; the victims of a node that does not answer are left out."""
+    by_node: dict[NodeId, list[Victim]] = defaultdict(list)
+    for victim in victims:
+        by_node[victim.node].append(victim)
+    gone: list[Victim] = []
+    for name, theirs in by_node.items():
+        node = desk.nodes.get(name)
+        if node is None:
+            continue
+        keys = [
+            object_key(store, v.namespace, v.hash, rank) for v in theirs for rank in range(v.ranks)
+        ]
+        try:
+            for i in range(0, len(keys), KEYS_PER_CALL):
+                node.delete(keys[i : i + KEYS_PER_CALL], desk.deadline())
+        except StoreError as error:
+            logger.debug("victims on %s not deleted: %s", name, error)
+            continue
+        gone += theirs
+    return gone

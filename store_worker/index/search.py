@@ -1,0 +1,99 @@
+"""How a lookup finds the longest stored prefix (DESIGN section 5).
+
+A known session: its boundaries are compared with the request's own chain, so the work is the same
+for a 1k and a 128k prompt: `recall`, `acquire`. Otherwise what is listed is monotone in depth (I1),
+so a k-ary search with 128 probes a trip finds the end of 16k blocks in two trips.
+
+Thread: the index client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from connector.ids import NO_GENERATION, BlockHash, Namespace, SessionKey
+from connector.indexmsg import BLOCKS_PER_CALL_MAX, Acquired, Boundary, Recalled
+from connector.lookup import LookupOutcome
+from store_worker.index.base import SessionIndex
+
+CANDIDATES_MAX = 16
+
+Candidates = list[tuple[BlockHash, int]]
+
+
+class Found(NamedTuple):
+    """What a lookup found. round_trips: calls to the index."""
+
+    recalled: Recalled
+    acquired: Acquired
+    outcome: LookupOutcome
+    round_trips: int
+
+
+def find(
+    index: SessionIndex,
+    namespace: Namespace,
+    session: SessionKey,
+    hashes: Sequence[BlockHash],
+    lease_s: float,
+) -> Found:
+    """The longest usable prefix of the chain `hashes`, leased for `lease_s` seconds."""
+    trips = 0
+    recalled = Recalled(generation=NO_GENERATION, home=None)
+    if session:
+        recalled = index.recall(namespace, session)
+        trips += 1
+    best = best_boundary(recalled.boundaries, hashes)
+    if best is not None:
+        acquired = index.acquire(namespace, candidates(best, hashes), lease_s, session)
+        trips += 1
+        if acquired.depth:
+            return Found(recalled, acquired, LookupOutcome.HIT_TIP, trips)
+    depth, probes = search(index, namespace, hashes)
+    trips += probes
+    if not depth:
+        return Found(recalled, Acquired(depth=0), LookupOutcome.MISS, trips)
+    acquired = index.acquire(namespace, [(hashes[depth - 1], depth)], lease_s, session)
+    outcome = LookupOutcome.HIT_SHARED if acquired.depth else LookupOutcome.MISS
+    return Found(recalled, acquired, outcome, trips + 1)
+
+
+def best_boundary(
+    boundaries: Sequence[Boundary], hashes: Sequence[BlockHash]
+) -> Boundary | None:
+    """The deepest boundary that lies on the chain: one equal hash proves all blocks above it."""
+    on_chain = (b for b in boundaries if b.depth <= len(hashes) and hashes[b.depth - 1] == b.hash)
+    return max(on_chain, key=lambda b: b.depth, default=None)
+
+
+def candidates(best: Boundary, hashes: Sequence[BlockHash]) -> Candidates:
+    """Depths to try in one `acquire`, deepest first: the boundary, and up to 15 beyond it, evenly
+    spread from the last block, for a turn that was stored but did not end (a retry)."""
+    beyond = len(hashes) - best.depth
+    picks = min(beyond, CANDIDATES_MAX - 1)
+    depths = [len(hashes) - i * beyond // picks for i in range(picks)] if picks else []
+    return [(hashes[d - 1], d) for d in depths] + [(best.hash, best.depth)]
+
+
+def search(
+    index: SessionIndex, namespace: Namespace, hashes: Sequence[BlockHash]
+) -> tuple[int, int]:
+    """(depth up to which the chain is listed, probes needed)."""
+    low, high, probes = 0, len(hashes) + 1, 0
+    while high - low > 1:
+        step = -(-(high - low - 1) // BLOCKS_PER_CALL_MAX)
+        depths = list(range(low + step, high, step))
+        listed = index.probe(namespace, [hashes[d - 1] for d in depths])
+        probes += 1
+        known = sum(1 for _ in _prefix(listed))
+        if known < len(depths):
+            high = depths[known]
+        if known:
+            low = depths[known - 1]
+    return low, probes
+
+
+def _prefix(listed: Sequence[bool]) -> Sequence[bool]:
+    end = next((i for i, there in enumerate(listed) if not there), len(listed))
+    return listed[:end]
