@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 
+import msgspec
+
 from engine_shim.api import CloseResult, Delta, InputChunk, Prompt, RequestOptions
 from engine_shim.config import EngineConfig
 from engine_shim.protocol import EngineInfo, SamplingParams
@@ -118,4 +120,8 @@ def fan_out(
 
     Children share the caller's request id, session id, salt and parameters.
     """
-    raise NotImplementedError
+    children = []
+    for index in range(params.n):
+        seed = None if params.seed is None else params.seed + index
+        children.append((msgspec.structs.replace(params, n=1, seed=seed), options))
+    return children
