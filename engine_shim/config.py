@@ -80,9 +80,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         capacity = self.num_blocks * self.block_size
         if self.max_model_len > capacity:
             raise ConfigError(
-                "max_model_len", self.max_model_len, f"at most num_blocks * block_size = {capacity}",
-                "a single request must fit into the cache; raise num_blocks or lower max_model_len",
-            )  # fmt: skip
+                "max_model_len",
+                self.max_model_len,
+                f"at most num_blocks * block_size = {capacity}",
+                "a request must fit into the cache alone; raise num_blocks or lower max_model_len",
+            )
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
             raise ConfigError("device", self.device, '"cpu", "cuda" or "cuda:N"')
         self._check_model()
@@ -98,7 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if model.num_heads % model.num_kv_heads:
             raise ConfigError("model.num_heads", model.num_heads, "a multiple of num_kv_heads")
         if model.vocab_size < 260:
-            raise ConfigError("model.vocab_size", model.vocab_size, "at least 260 (bytes + specials)")
+            raise ConfigError("model.vocab_size", model.vocab_size, "at least 260: bytes, specials")
         for key in ("num_kv_heads", "intermediate_size"):
             value = getattr(model, key)
             if value % self.tp_size:

@@ -71,7 +71,9 @@ class RequestView(Protocol):
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """Chained 32-byte hash of each full block of tokens known so far. A hash of a generated
-        block appears before the block's KV is complete."""
+        block appears before the block's KV is complete. The list only grows, but for streaming
+        input: the last token of an answer is replaced by the next input, and a block that it
+        filled gets another hash (its KV was never complete)."""
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +229,7 @@ class ConnectorWorker(Protocol):
 
     def register_kv_caches(self, regions: Sequence[torch.Tensor]) -> None:
         """Once, before the first step. One dense tensor per layer, shape
-        [num_blocks, 2 (K, V), block_size, kv_heads / tp_size, head_dim]: axis 0 is the block, so
+        [num_blocks, block_size, 2 (K, V), kv_heads / tp_size, head_dim]: axis 0 is the block, so
         a block of a layer is one contiguous run of bytes."""
 
     def start_step(self, meta: object | None) -> None:

@@ -1,0 +1,1 @@
+"""A small Llama-like transformer over a paged KV cache."""
