@@ -159,6 +159,7 @@ class CommitOutcome(enum.StrEnum):
     MISSING_PARENT = "missing_parent"
     STALE_GENERATION = "stale_generation"
     EXPIRED = "expired"  # the grant is unknown: it expired, or the index was lost
+    DYING = "dying"  # one of the blocks is being deleted on that node; nothing was committed
 
 
 class CommitRequest(Struct, frozen=True):
@@ -166,6 +167,8 @@ class CommitRequest(Struct, frozen=True):
 
     saved: how many blocks, from the grant's first missing one, were saved on every rank.
     turn_end: given with the turn's last commit.
+    beyond: with grant 0, the chain's block after `parent` if it was not stored (a declined save):
+    it names the conversation for the policy when nothing of it is stored.
     """
 
     namespace: Namespace
@@ -176,20 +179,34 @@ class CommitRequest(Struct, frozen=True):
     parent: BlockHash = NO_HASH
     start: int = 0
     turn_end: TurnEnd | None = None
+    beyond: BlockHash = NO_HASH
+
+
+class CopyStep(Struct, frozen=True):
+    """Copy one block of the shared part (all ranks' objects) from `source` to `node`, then report
+    `copied`. Room on `node` is reserved for 60 s."""
+
+    namespace: Namespace
+    hash: BlockHash
+    source: NodeId
+    node: NodeId
+    ranks: int = 1
 
 
 class Committed(Struct, frozen=True):
     """Answer of `commit`; the same when retried.
 
     already: indices (into the grant's saved blocks) that another engine had committed meanwhile.
-    losers: objects of those that may be deleted (they lie on a node the entry does not list).
-    copy: blocks of the shared part that are not yet on every node, for the committer to copy.
+    losers: blocks whose objects on the grant's node nobody lists: delete them and report `freed`.
+    They come with every outcome but EXPIRED, and also name what was granted and not saved.
+    copy: blocks of the shared part that are not yet on every node, for the committer to copy, in
+    this order.
     """
 
     outcome: CommitOutcome
     already: tuple[int, ...] = ()
     losers: tuple[Victim, ...] = ()
-    copy: tuple[Victim, ...] = ()
+    copy: tuple[CopyStep, ...] = ()
 
 
 class Closed(Struct, frozen=True):
@@ -212,6 +229,7 @@ class NodeState(Struct, frozen=True):
     copies: int
     granted: int
     dying: int
+    blocks: int = 0
 
 
 class SessionState(Struct, frozen=True):

@@ -9,20 +9,23 @@ index is reached through `LookupPort`, the workers through the metadata of steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from connector.clock import Clock
 from connector.config import Config
 from connector.context import Context
-from connector.ids import BlockId, Namespace, RequestId
+from connector.errors import HintError, SessionIdError
+from connector.handoff import hand_off_of, hand_off_tip, make_hand_off
+from connector.hints import FIELD as HINTS
+from connector.hints import parse_hints
+from connector.ids import NO_HASH, BlockId, Namespace, RequestId
 from connector.ledger import Ledger
 from connector.loads import LoadFlow
 from connector.lookup import (
     CloseOp,
     CloseReply,
     CommitReply,
-    HintOp,
     HintReply,
     LookupReply,
     PrepareReply,
@@ -31,11 +34,11 @@ from connector.meta import JobKind, StepMeta, WorkerReport
 from connector.planner import Engine
 from connector.ports import BlockPool, LookupPort
 from connector.saves import SaveFlow
+from connector.session import resolve_session_id
 from connector.stats import Data, Stats, merge
 from connector.tracker import Identity, RequestLike, RequestTracker
 
 PREFILL_TOKENS_MIN = 64
-HAND_OFF = "session_kv"
 
 
 class Scheduled(NamedTuple):
@@ -46,6 +49,16 @@ class Scheduled(NamedTuple):
     num_computed_tokens: int
     num_scheduled_tokens: int
     blocks: Callable[[], Sequence[BlockId]]
+
+
+class Said(NamedTuple):
+    """What a request says of itself besides its tokens, as the engine has it."""
+
+    session_id: object = None
+    cache_salt: str | None = None
+    extra_args: Mapping[str, object] | None = None
+    kv_transfer_params: Mapping[str, object] | None = None
+    kv_hints: object = None
 
 
 class ConnectorScheduler:
@@ -88,13 +101,12 @@ class ConnectorScheduler:
 
     # -- requests ----------------------------------------------------------------------------
 
-    def on_new_request(
-        self, request: RequestLike, identity: Identity, hints: Sequence[HintOp] = ()
-    ) -> None:
+    def on_new_request(self, request: RequestLike, said: Said) -> None:
         """A request was queued: its lookup starts now. A second call with the same live request
         changes nothing; another request under a live id replaces it."""
         context = self._context
         id_ = RequestId(request.request_id)
+        identity = self._identity(said)
         old = context.trackers.get(id_)
         if old is not None:
             if old.request is request:
@@ -105,9 +117,46 @@ class ConnectorScheduler:
         )
         context.trackers[id_] = tracker
         context.stats.add("requests", session="yes" if identity.session_id else "no")
-        for hint in hints:
-            context.post(hint)
+        self._take_hints(said, identity)
         self._loads.ask(tracker, context.config.pd_wait_s if identity.wait_tip else 0.0)
+
+    def _identity(self, said: Said) -> Identity:
+        """Whose request it is. An engine that has accepted the request can't refuse it here: an
+        id that is not acceptable counts as none, and is counted."""
+        stats = self._context.stats
+        params = said.kv_transfer_params
+        try:
+            session_id = resolve_session_id(
+                body=said.session_id, xargs=said.extra_args, kv_transfer_params=params
+            )
+            hand_off = hand_off_of(params)
+            if session_id is None and hand_off is not None:
+                session_id = resolve_session_id(body=hand_off.get("session"))
+        except SessionIdError:
+            stats.add("sessions_invalid")
+            session_id = None
+        tip = hand_off_tip(hand_off_of(params), self._context.namespace)
+        if tip is None:
+            stats.add("hand_offs_refused")
+        return Identity(
+            session_id=session_id,
+            cache_salt=said.cache_salt,
+            wait_tip=tip or NO_HASH,
+            must_save=self._context.config.pd_role == "prefill",
+        )
+
+    def _take_hints(self, said: Said, identity: Identity) -> None:
+        envelope = said.kv_hints
+        if envelope is None and said.kv_transfer_params:
+            envelope = said.kv_transfer_params.get(HINTS)
+        try:
+            hints = parse_hints(envelope, identity.session_id, identity.cache_salt)
+        except HintError:
+            self._context.stats.add("hints", outcome="malformed")
+            return
+        self._context.stats.add("hints", hints.ignored, outcome="unknown")
+        for op in hints.ops:
+            self._context.post(op)
 
     def match(self, request: RequestId, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again later."""
@@ -139,7 +188,7 @@ class ConnectorScheduler:
         """The request has ended, in whatever state. blocks: its table, as far as computed.
 
         The last sampled token has no KV, so at most num_tokens - 1 tokens count. Returns the
-        hand-off for a decode engine if this is a prefill engine (without the outer key).
+        hand-off for a decode engine if this is a prefill engine.
         """
         tracker = self._context.trackers.pop(request, None)
         if tracker is None:
@@ -156,12 +205,12 @@ class ConnectorScheduler:
         tokens_per_block = self._context.engine.tokens_per_block
         depth = tracker.request.num_prompt_tokens // tokens_per_block
         depth = min(depth, len(tracker.request.block_hashes))
-        return {
-            "session": tracker.identity.session_id,
-            "tip": tracker.hash_at(depth).hex(),
-            "num_tokens": depth * tokens_per_block,
-            "namespace": tracker.namespace.hex(),
-        }
+        return make_hand_off(
+            tracker.identity.session_id,
+            tracker.hash_at(depth),
+            depth * tokens_per_block,
+            tracker.namespace,
+        )
 
     def _retire(self, tracker: RequestTracker) -> None:
         """Forget a request that never said good-bye."""

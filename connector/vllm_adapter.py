@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from store_worker.assemble import SchedulerSide, object_bytes, open_scheduler_side
-from store_worker.assemble import open_worker_side
 from store_worker.worker import StoreWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,15 +33,13 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from connector import plugin
 from connector.clock import SystemClock
 from connector.config import parse_config
-from connector.errors import SessionIdError
-from connector.ids import BlockHash, BlockId, RequestId
+from connector.ids import BlockId, RequestId
 from connector.meta import BlockOutcome, JobKind, StepMeta, WorkerReport
 from connector.planner import Engine
-from connector.scheduler import HAND_OFF, ConnectorScheduler, Scheduled
-from connector.session import resolve_session_id
+from connector.scheduler import ConnectorScheduler, Said, Scheduled
 from connector.stats import Data, merge, split_key
-from connector.tracker import Identity
 from connector.vllm_facts import check_supported, namespace_spec, payload_bytes
+from store_worker.assemble import SchedulerSide, object_bytes, open_scheduler_side, open_worker_side
 
 if TYPE_CHECKING:
     import torch
@@ -232,41 +228,15 @@ class SessionKVConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._scheduler.on_new_request(request, self._identity(request))
-
-    def _identity(self, request: Request) -> Identity:
-        params = request.kv_transfer_params or {}
         sampling = request.sampling_params
-        extra = getattr(sampling, "extra_args", None) if sampling is not None else None
-        try:
-            session_id = resolve_session_id(
-                body=request.session_id, xargs=extra, kv_transfer_params=params
-            )
-        except SessionIdError as error:
-            logger.debug("request without a session: %s", error)
-            self._scheduler.count("sessions_invalid")
-            session_id = None
-        return Identity(
-            session_id=session_id,
+        said = Said(
+            session_id=request.session_id,
             cache_salt=request.cache_salt,
-            wait_tip=self._hand_off_tip(params),
-            must_save=self._config.pd_role == "prefill",
+            extra_args=sampling.extra_args if sampling is not None else None,
+            kv_transfer_params=request.kv_transfer_params,
+            kv_hints=request.kv_hints,
         )
-
-    def _hand_off_tip(self, params: Mapping[str, Any]) -> BlockHash:
-        """The tip that a prefill engine of the same namespace promised, or none."""
-        hand_off = params.get(HAND_OFF)
-        if not isinstance(hand_off, Mapping):
-            return BlockHash(b"")
-        tip, namespace = hand_off.get("tip"), hand_off.get("namespace")
-        if not isinstance(tip, str) or namespace != self._scheduler.namespace.hex():
-            self._scheduler.count("hand_offs_refused")
-            return BlockHash(b"")
-        try:
-            return BlockHash(bytes.fromhex(tip))
-        except ValueError:
-            self._scheduler.count("hand_offs_refused")
-            return BlockHash(b"")
+        self._scheduler.on_new_request(request, said)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -308,12 +278,12 @@ class SessionKVConnector(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
-        hand_off = self._scheduler.on_finished(
+        params = self._scheduler.on_finished(
             RequestId(request.request_id),
             request.num_computed_tokens,
             [BlockId(b) for b in block_ids],
         )
-        return False, None if hand_off is None else {HAND_OFF: hand_off}
+        return False, params
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_work()
