@@ -43,7 +43,7 @@ class Codec:
     def __init__(self, namespace: Namespace, rank: int, payload_bytes: int) -> None:
         assert len(namespace) == NAMESPACE_BYTES, namespace
         assert 0 <= rank <= RANK_MAX, rank
-        self._namespace, self._rank, self.payload_bytes = namespace, rank, payload_bytes
+        self.namespace, self.rank, self.payload_bytes = namespace, rank, payload_bytes
 
     @property
     def object_bytes(self) -> int:
@@ -57,9 +57,9 @@ class Codec:
             MAGIC,
             VERSION,
             0 if digest is None else FLAG_CHECKSUM,
-            self._rank,
+            self.rank,
             self.payload_bytes,
-            self._namespace,
+            self.namespace,
             digest or 0,
             len(hash),
             hash,

@@ -78,6 +78,7 @@ class RedisNode:
         self._connection: redis.connection.AbstractConnection | None = None
         self._link: RespLink | None = None
         self._seen = b""
+        self._closes = 0
         self._charges: dict[int, int] = {}
         self._stats = Stats()
 
@@ -224,6 +225,7 @@ class RedisNode:
         return {name: int(value) for name, value in self._stats.drain().items()}
 
     def close(self) -> None:
+        self._closes += 1
         link = self._link
         if link is not None:
             link.close()
@@ -288,11 +290,13 @@ class RedisNode:
 
     def _dial(self, limit_s: float) -> RespLink:
         """Connect and exchange a first word: a server that accepts but never answers is away."""
-        end = self._clock.now() + limit_s
+        end, closes = self._clock.now() + limit_s, self._closes
         self._connection = connection_of(self._url, limit_s)
         self._connection.connect()
         self._link = RespLink(socket_of(self._connection), self._clock)
         self._seen = _incarnation(self._link, end)
+        if closes != self._closes:
+            raise StoreUnavailable("closed while connecting")
         return self._link
 
     def _drop(self, error: StoreError | None) -> None:

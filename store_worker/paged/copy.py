@@ -17,7 +17,7 @@ import torch
 
 from connector.ids import BlockId
 from store_worker.paged.layout import PagedCache, Region
-from store_worker.paged.staging import Slot, StagingRing
+from store_worker.paged.staging import Slot, StagingRing, slot_rows
 
 BATCH_BYTES = 8 << 20
 """Payload of one batch: enough to keep a connection busy, little enough to stop soon."""
@@ -69,6 +69,12 @@ class Mover(Protocol):
 
     def finish(self) -> None:
         """Wait until no copy is under way any more. Call it at the end of each job."""
+
+
+def check_mover(cache: PagedCache, staging_bytes: int) -> None:
+    """Raises UnsupportedError where `open_mover` would, but allocates nothing."""
+    if cache.device.type != "cpu":
+        slot_rows(cache.block_bytes, staging_bytes)
 
 
 def open_mover(cache: PagedCache, staging_bytes: int) -> Mover:

@@ -127,7 +127,7 @@ def _regions_of(
         if index != axis and size != 1
     ]
     per_page = int(tensor.shape[axis]) // num_blocks
-    stride = tensor.stride(axis) * item
+    stride = int(tensor.stride(axis)) * item
     if per_page > 1:
         axes.append((per_page, stride))
         stride *= per_page
@@ -144,7 +144,7 @@ def _regions_of(
         pieces *= size
     if not dense or pieces > PIECES_MAX or (num_blocks > 1 and run > stride):
         raise UnsupportedError(_not_dense(name, tensor, axis))
-    start = tensor.storage_offset() * item
+    start = int(tensor.storage_offset()) * item
     offsets = [
         start + sum(i * step for i, (_, step) in zip(index, outer, strict=True))
         for index in itertools.product(*(range(size) for size, _ in outer))

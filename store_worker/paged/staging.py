@@ -30,6 +30,17 @@ class Slot(NamedTuple):
     view: memoryview
 
 
+def slot_rows(block_bytes: int, ring_bytes: int) -> int:
+    """Blocks that fit into one slot. Raises UnsupportedError, with the remedy, if none does."""
+    rows = ring_bytes // (SLOTS * block_bytes)
+    if rows < 1:
+        raise UnsupportedError(
+            f"staging of {ring_bytes} bytes holds no {SLOTS} blocks of {block_bytes} bytes; "
+            f"raise staging_bytes to at least {SLOTS * block_bytes} per io thread"
+        )
+    return rows
+
+
 class StagingRing:
     """`SLOTS` slots of `rows` blocks each."""
 
@@ -38,12 +49,7 @@ class StagingRing:
 
         Host memory is pinned for a CUDA device. Raises UnsupportedError if no block fits.
         """
-        self.rows = ring_bytes // (SLOTS * block_bytes)
-        if self.rows < 1:
-            raise UnsupportedError(
-                f"staging of {ring_bytes} bytes holds no {SLOTS} blocks of {block_bytes} bytes; "
-                f"raise staging_bytes to at least {SLOTS * block_bytes} per io thread"
-            )
+        self.rows = slot_rows(block_bytes, ring_bytes)
         self._slots = [_slot(self.rows * block_bytes, device) for _ in range(SLOTS)]
         self._busy: list[Callable[[], None] | None] = [None] * SLOTS
         self._next = 0

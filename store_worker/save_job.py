@@ -1,0 +1,46 @@
+"""Saving: pages of the cache become objects on data nodes. Runs on a save thread."""
+
+from __future__ import annotations
+
+from connector.errors import StoreTimeout, StoreUnavailable
+from connector.meta import JobResult
+from store_worker.backends.base import PutItem
+from store_worker.job import (
+    JobContext,
+    Outcomes,
+    Slice,
+    Ticket,
+    codec_of,
+    key_of,
+    node_verdict,
+    run_job,
+)
+
+
+def run_save(ticket: Ticket, context: JobContext) -> JobResult:
+    """Write every block of a save; raises nothing, and the result names every block."""
+    return run_job(ticket, context, _save_slice)
+
+
+def _save_slice(piece: Slice, ticket: Ticket, context: JobContext, outcomes: Outcomes) -> None:
+    now_is = context.node(piece.node).ready(ticket.end)
+    if piece.incarnation and piece.incarnation != now_is:
+        # The room was granted in another life of the node: what we wrote could not be committed.
+        raise StoreUnavailable(f"node {piece.node} has been restarted since the save was planned")
+    codec = codec_of(ticket, context)
+    for batch in context.mover.read(piece.blocks, ticket.after):
+        context.give_way(ticket.end)
+        if context.clock.now() >= ticket.end:
+            raise StoreTimeout("the save's deadline has passed")
+        items = []
+        for index, parts in enumerate(batch.parts, batch.start):
+            hash = piece.hashes[index]
+            header = memoryview(codec.pack(hash, parts, context.checksums))
+            items.append(PutItem(key_of(ticket, codec, hash), [header, *parts]))
+        found = context.node(piece.node).put(items, context.ttl_ms, ticket.end)
+        outcomes.put(piece.start + batch.start, found)
+        verdict = node_verdict(found)
+        if verdict is not None:
+            # What follows a gap can't be committed: no use in trying.
+            outcomes.fill(piece, verdict)
+            return
