@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from store_worker.cli.checks import Facts, Finding, Role, Row
 
 PINGS = 50
-PROBE_KEY = "{skv}:doctor"
+PROBE_NAME = b"doctor"
 PROBE_TTL_MS = 5_000
 MOONCAKE_PORT = 50051
 
@@ -90,7 +90,7 @@ def diagnose_server(url: str, role: Role, config: Config) -> Iterator[Finding]:
         remedy = "for tests: nothing is shared with another process"
         yield Finding("reachable", Status.WARN, "inside one process only", remedy)
     elif scheme == "mooncake":
-        yield from diagnose_mooncake(url, config.connect_timeout_s)
+        yield from diagnose_mooncake(url, config)
     else:
         try:
             facts = ask(url, role, config)
@@ -132,7 +132,7 @@ def ask(url: str, role: Role, config: Config, clock: Clock | None = None) -> Fac
                 save=snapshots(client),
                 latency_ms=latency_ms,
                 skew_ms=skew(client, clock),
-                write_error=write_error(client),
+                write_error=write_error(client, role),
                 script_error=script_error(url, config) if role.has_index else None,
             )
     except redis.RedisError as error:
@@ -167,12 +167,17 @@ def snapshots(client: Any) -> str | None:
         return None
 
 
-def write_error(client: Any) -> str:
+def write_error(client: Any, role: Role) -> str:
+    """Empty if keys with the store's prefixes can be written and deleted (ACLs may name those)."""
     import redis
 
+    from store_worker.keys import OBJECT_PREFIX
+
+    prefixes = [b"{skv}:"] * role.has_index + [OBJECT_PREFIX] * role.has_data
     try:
-        client.set(PROBE_KEY, b"1", px=PROBE_TTL_MS)
-        client.delete(PROBE_KEY)
+        for prefix in prefixes:
+            client.set(prefix + PROBE_NAME, b"1", px=PROBE_TTL_MS)
+            client.delete(prefix + PROBE_NAME)
     except redis.ResponseError as error:
         return str(error)
     return ""
@@ -186,28 +191,29 @@ def script_error(url: str, config: Config) -> str:
     from store_worker.index import open_index
 
     try:
-        open_index(url).nodes()
+        open_index(url, config).nodes()
     except (StoreError, redis.RedisError) as error:
         return str(error)
     return ""
 
 
-def diagnose_mooncake(url: str, timeout_s: float) -> Iterator[Finding]:
-    """Its master answers on its port, and its client library can be loaded."""
+def diagnose_mooncake(url: str, config: Config) -> Iterator[Finding]:
+    """Its master answers on its port, and this installation can use it."""
+    from connector.errors import SessionKVError
+    from store_worker.backends.factory import open_node
     from store_worker.cli.checks import Finding, Status
 
     parts = urlsplit(url)
     try:
         address = (parts.hostname or "", parts.port or MOONCAKE_PORT)
-        socket.create_connection(address, timeout_s).close()
+        socket.create_connection(address, config.connect_timeout_s).close()
     except OSError as error:
         yield unreachable(error)
     else:
         yield Finding("reachable", Status.PASS, "its master accepts connections")
     try:
-        import mooncake.store  # noqa: F401
-    except ImportError as error:
-        remedy = "pip install 'session-kv-connector[mooncake]'; Debian: apt-get install libibverbs1"
-        yield Finding("client library", Status.FAIL, str(error), remedy)
+        open_node(url, config).close()
+    except SessionKVError as error:
+        yield Finding("back end", Status.FAIL, str(error), "use a redis:// or unix:// data node")
     else:
-        yield Finding("client library", Status.PASS, "loads")
+        yield Finding("back end", Status.PASS, "can be used")
