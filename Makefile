@@ -12,7 +12,7 @@ ARGS ?=
 # One thread per process: the tests run side by side on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-pd test test-vllm lint format bench docs setup setup-vllm
+.PHONY: help demo demo-pd test test-vllm lint format bench docs proto setup setup-vllm
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -45,6 +45,13 @@ bench: $(DEV)/STAMP $(VLLM)/STAMP ## medians of store hit, own prefix cache and 
 
 docs: $(DEV)/STAMP ## rewrite the generated pages of docs/
 	@$(BIN)/python -m store_worker.cli.config_doc docs/CONFIG.md
+
+# An old generator: its code runs with every later protobuf and grpcio, not the other way round.
+proto: ## rewrite the code generated from engine_shim/proto/shim.proto
+	@python3 -m venv .cache/proto
+	@.cache/proto/bin/pip install -q 'grpcio-tools==1.66.2' 'setuptools<81'
+	@.cache/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
+	    --grpc_python_out=. engine_shim/proto/shim.proto
 
 setup: $(DEV)/STAMP ## only make .venv
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from engine_shim.frontend.identity import Identity
 from engine_shim.frontend.legacy import LegacySessions
 from engine_shim.frontend.merge import close_all
 from engine_shim.frontend.plan import Context, Plan
+from engine_shim.protocol import SamplingParams
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_CHARS_MAX = 128
@@ -73,13 +74,18 @@ class Frontend:
     async def open_streams(
         self, plan: Plan, options: RequestOptions
     ) -> list[AsyncIterator[Delta]]:
-        """One stream per sequence of the plan; close them all. Raises InvalidRequest, and then
-        leaves none open."""
+        """One stream per sequence of the plan; see `open_sequences`."""
+        return await self.open_sequences(plan.prompts, plan.params, options)
+
+    async def open_sequences(
+        self, prompts: Sequence[list[int]], params: SamplingParams, options: RequestOptions
+    ) -> list[AsyncIterator[Delta]]:
+        """prompts x params.n streams; close them all. Raises InvalidRequest, leaving none open."""
         streams: list[AsyncIterator[Delta]] = []
         try:
-            for prompt in plan.prompts:
-                for params, child in fan_out(plan.params, options):
-                    streams.append(self.engine.generate(prompt, params, child))
+            for prompt in prompts:
+                for child_params, child in fan_out(params, options):
+                    streams.append(self.engine.generate(prompt, child_params, child))
         except BaseException:
             await close_all(streams)
             raise
@@ -87,8 +93,10 @@ class Frontend:
 
 
 def _fit(request_id: str | None) -> str:
-    usable = request_id and request_id.isprintable() and request_id.isascii()
-    return request_id if usable and len(request_id or "") <= REQUEST_ID_CHARS_MAX else ""  # type: ignore[return-value]
+    """The id if a header can carry it, else an empty string."""
+    text = request_id or ""
+    usable = text.isprintable() and text.isascii() and text == text.strip()
+    return text if usable and len(text) <= REQUEST_ID_CHARS_MAX else ""
 
 
 def connector_stats(stats: Mapping[str, object]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from tests.architecture import PRODUCT
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = {".py", ".lua", ".proto", ".typed"}
+SHIPPED = {".py", ".pyi", ".lua", ".proto", ".typed"}
 
 
 class Installed(NamedTuple):
