@@ -16,10 +16,12 @@ PRODUCT = ("connector", "store_worker", "engine_shim")
 LEAF_NAMES = "ids errors clock config session meta stats indexmsg lookup"
 LEAF = frozenset(f"connector.{name}" for name in LEAF_NAMES.split())
 ADAPTER = "connector.vllm_adapter"
-# Composition roots: the only modules that see both the connector's core and the store.
+# Composition roots: the only modules that see both the connector's core and the store. The adapter
+# is in parts (connector/vllm_*.py), of which it alone imports vllm.
 ROOTS = frozenset({ADAPTER, "engine_shim.wiring"})
-# Not core: the package itself, and what vLLM's plugin loader calls.
-CONNECTOR_EDGE = frozenset({"connector", ADAPTER, "connector.plugin"})
+ADAPTER_PARTS = "connector.vllm_"
+# Not core: the package itself, what vLLM's plugin loader calls, and the adapter's parts.
+CONNECTOR_EDGE = frozenset({"connector", "connector.plugin"})
 # The command line shows tables and starts the embedded store; it stays away from everything else.
 SHIM_CLI_USES = ("store_worker.cli", "store_worker.embedded")
 
@@ -142,12 +144,15 @@ def is_leaf(module: str) -> bool:
     return any(within(module, leaf) for leaf in LEAF)
 
 
+def is_edge(module: str) -> bool:
+    """A module of `connector` that belongs to an engine, not to the neutral half."""
+    edge = any(within(module, name) for name in CONNECTOR_EDGE - {"connector"})
+    return module == "connector" or edge or module.startswith(ADAPTER_PARTS)
+
+
 def is_core(module: str) -> bool:
     """A module of `connector` that is neither leaf nor edge."""
-    return within(module, "connector") and not (
-        is_leaf(module) or any(within(module, edge) for edge in CONNECTOR_EDGE - {"connector"})
-        or module == "connector"
-    )
+    return within(module, "connector") and not is_leaf(module) and not is_edge(module)
 
 
 def is_stdlib(module: str) -> bool:
