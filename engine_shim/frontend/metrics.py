@@ -1,6 +1,8 @@
 """/metrics: counters of the front end, of the engine (`shim_`), of the connector (`session_kv_`).
 
-No label carries an id. A name that ends in `_total` is a counter, any other a gauge.
+Numbers are counters, and get `_total`, but for those named below. `NAME_bin{le=...}` with
+`NAME_seconds_sum`, as `connector.stats.Stats.observe` counts them, become one histogram. No label
+carries an id.
 """
 
 from __future__ import annotations
@@ -8,15 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from connector.stats import split_key
+from connector.stats import LATENCY_EDGES_S, split_key
 from engine_shim.frontend.state import connector_stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_PREFIX = "shim_"
 CONNECTOR_PREFIX = "session_kv_"
+GAUGES = frozenset(
+    {"free_blocks", "cached_blocks", "session_blocks", "open_sessions", "open_jobs"}
+)
+GAUGE_PREFIX = "num_"
+BIN, SUM = "_bin", "_seconds_sum"
+
+Samples = dict[str, dict[tuple[str, str], float]]
+"""Name -> (label name, label value) -> number; both label parts empty without a label."""
 
 
 class FrontendMetrics:
@@ -54,36 +69,64 @@ class _Fixed(Collector):
 
 
 def families(stats: Mapping[str, object]) -> list[Metric]:
-    """Metric families of an engine's stats, sorted by name."""
-    found: dict[str, Metric] = {}
-    for name, value in stats.items():
-        if name != "connector":
-            _add(found, ENGINE_PREFIX, name, value)
-    for name, value in connector_stats(stats).items():
-        _add(found, CONNECTOR_PREFIX, name, value)
-    return [found[name] for name in sorted(found)]
+    """Metric families of an engine's stats, sorted by name. What is no number is left out."""
+    own = {name: value for name, value in stats.items() if name != "connector"}
+    found: list[Metric] = []
+    for prefix, part in ((ENGINE_PREFIX, own), (CONNECTOR_PREFIX, connector_stats(stats))):
+        samples = grouped(part)
+        for name in sorted(samples):
+            family = _family(prefix, name, samples)
+            if family is not None:
+                found.append(family)
+    return found
 
 
-def _add(found: dict[str, Metric], prefix: str, key: str, value: object) -> None:
-    """A number; or a mapping of numbers: one sample per entry, its key as the label `kind`."""
-    if isinstance(value, Mapping):
-        for label, number in value.items():
+def grouped(stats: Mapping[str, object]) -> Samples:
+    """Numbers by name and label. A mapping of numbers gives one sample per entry, label `kind`."""
+    samples: Samples = {}
+    for key, value in stats.items():
+        name, label, label_value = split_key(key)
+        nested = value if isinstance(value, Mapping) else {label_value: value}
+        label = "kind" if isinstance(value, Mapping) else label
+        for entry, number in nested.items():
             if isinstance(number, int | float):
-                _sample(found, prefix + key, ("kind", str(label)), number)
-    elif isinstance(value, int | float):
-        name, label_name, label = split_key(key)
-        _sample(found, prefix + name, (label_name, label), value)
+                samples.setdefault(name, {})[(label, str(entry))] = float(number)
+    return samples
 
 
-def _sample(
-    found: dict[str, Metric], name: str, label: tuple[str, str], number: int | float
-) -> None:
-    name = name.removeprefix(CONNECTOR_PREFIX) if name.count(CONNECTOR_PREFIX) > 1 else name
-    labels = [label[0]] if label[0] else []
-    family = found.get(name)
-    if family is None:
-        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        stem = name.removesuffix("_total")
-        family = found[name] = kind(stem, name.replace("_", " "), labels=labels)
-    if list(getattr(family, "_labelnames", labels)) == labels:
-        family.add_metric([label[1]] if labels else [], float(number))  # type: ignore[attr-defined]
+def _family(prefix: str, name: str, samples: Samples) -> Metric | None:
+    """The family that `name` stands for; None for the sum of a histogram, which has its own."""
+    stem = name.removesuffix(BIN)
+    if name.endswith(BIN) and stem + SUM in samples:
+        return _histogram(prefix + stem, samples[name], samples[stem + SUM])
+    if name.endswith(SUM) and name.removesuffix(SUM) + BIN in samples:
+        return None
+    is_gauge = name in GAUGES or name.startswith(GAUGE_PREFIX)
+    kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+    values = samples[name]
+    label = next(iter(values))[0]
+    family = kind(
+        prefix + name.removesuffix("_total"),
+        name.replace("_", " ").capitalize() + ".",
+        labels=[label] if label else [],
+    )
+    for (label_name, label_value), number in values.items():
+        if label_name == label:
+            family.add_metric([label_value] if label else [], number)
+    return family
+
+
+def _histogram(
+    name: str, bins: Mapping[tuple[str, str], float], total: Mapping[tuple[str, str], float]
+) -> Metric:
+    """Bins of our own count apart; Prometheus wants each to hold all before it."""
+    counts = {value: number for (_, value), number in bins.items()}
+    buckets, sum_so_far = [], 0.0
+    for edge in [f"{edge:g}" for edge in LATENCY_EDGES_S] + ["inf"]:
+        sum_so_far += counts.get(edge, 0.0)
+        buckets.append(("+Inf" if edge == "inf" else edge, sum_so_far))
+    family = HistogramMetricFamily(
+        f"{name}_seconds", f"{name.replace('_', ' ').capitalize()}, in seconds."
+    )
+    family.add_metric([], buckets=buckets, sum_value=sum(total.values()))
+    return family

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from connector.stats import Stats
 from engine_shim.errors import EngineDead, RequestFailed
 from engine_shim.frontend.app import build_app
 from engine_shim.frontend.chat_template import render
@@ -356,23 +357,37 @@ def test_models_health_info_and_reset(front: Front) -> None:
 
 
 def test_metrics_flatten_numbers_and_carry_no_id(front: Front) -> None:
+    connector = Stats()
+    connector.add("load_bytes", 640)
+    connector.add("lookups", 3, by="hit_tip")
+    connector.add("lookups", 1, by="miss")
+    for seconds in (0.0004, 0.03, 0.04, 99.0):
+        connector.observe("load", seconds)
     front.engine.stats_value = {
-        "running": 2,
-        "requests": {"waiting": 1},
-        "connector": {
-            "loaded_bytes_total": 640,
-            "lookups_total{outcome=hit_tip}": 3,
-            "lookups_total{outcome=miss}": 1,
-            "namespace": "ab12",
-        },
+        "num_running": 2,
+        "free_blocks": 7,
+        "prompt_tokens": 11,
+        "by_reason": {"stop": 1},
+        "connector": {**connector.peek(), "open_jobs": 1, "namespace": "ab12"},
     }
     front.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "session_id": "secret-id"})
     text = front.http.get("/metrics").text
-    assert "session_kv_loaded_bytes_total 640.0" in text
-    assert 'session_kv_lookups_total{outcome="hit_tip"} 3.0' in text
-    assert "shim_running 2.0" in text and 'shim_requests{kind="waiting"} 1.0' in text
-    assert 'shim_http_requests_total{entrance="completions",status="200"}' in text
-    assert "secret-id" not in text
+    for line in (
+        "session_kv_load_bytes_total 640.0",
+        'session_kv_lookups_total{by="hit_tip"} 3.0',
+        "session_kv_open_jobs 1.0",
+        'session_kv_load_seconds_bucket{le="0.0005"} 1.0',
+        'session_kv_load_seconds_bucket{le="0.05"} 3.0',
+        'session_kv_load_seconds_bucket{le="+Inf"} 4.0',
+        "session_kv_load_seconds_count 4.0",
+        "shim_num_running 2.0",
+        "shim_free_blocks 7.0",
+        "shim_prompt_tokens_total 11.0",
+        'shim_by_reason_total{kind="stop"} 1.0',
+        'shim_http_requests_total{entrance="completions",status="200"}',
+    ):
+        assert line in text, line
+    assert "secret-id" not in text and "seconds_sum_total" not in text
     assert front.http.get("/session_kv/info").json()["namespace"] == "ab12"
 
 

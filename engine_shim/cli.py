@@ -1,0 +1,148 @@
+"""`session-kv serve | demo | demo-pd | proxy`. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from connector.errors import ConfigError
+
+EXIT_FAILED, EXIT_NOT_TRIED = 1, 2
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this module's commands."""
+    _add_serve(subparsers)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one of them; the exit code. Raises SessionKVError."""
+    runs: Mapping[str, Callable[[argparse.Namespace], int]] = {"serve": run_serve}
+    return runs[args.command](args)
+
+
+def _add_serve(subparsers: Any) -> None:
+    parser = subparsers.add_parser("serve", help="run the shim engine with its front ends")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--grpc-port", type=int, default=None, help="also serve gRPC here")
+    parser.add_argument("--served-model-name", default="shim", metavar="NAME")
+    parser.add_argument(
+        "--kv-transfer-config", metavar="JSON", default=None, help="the connector, as vLLM's flag"
+    )
+    parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+    engine = parser.add_argument_group("engine")
+    for flag, default, text in ENGINE_NUMBERS:
+        engine.add_argument(f"--{flag}", type=int, default=default, help=text)
+    engine.add_argument("--device", default=None, help="cpu, cuda or cuda:N")
+    engine.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"))
+    engine.add_argument("--model", default=None, metavar="JSON", help="shape of the model")
+    engine.add_argument("--no-enable-prefix-caching", action="store_true")
+    engine.add_argument("--enable-session-cache", action="store_true")
+    engine.add_argument("--async-scheduling", action="store_true")
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# (flag, default, help); a default of None leaves EngineConfig's.
+ENGINE_NUMBERS: tuple[tuple[str, int | None, str], ...] = (
+    ("tp-size", None, "worker ranks"),
+    ("block-size", None, "tokens of a KV block"),
+    ("num-blocks", None, "KV blocks of each rank"),
+    ("max-model-len", None, "tokens of prompt and answer"),
+    ("max-num-seqs", None, "requests running at once"),
+    ("max-num-batched-tokens", None, "tokens computed in one step"),
+    ("cpu-threads", None, "torch's threads; 0 leaves torch's choice"),
+    ("seed", None, "seed of the weights"),
+    ("sampling-seed", None, "seed of requests that bring none"),
+)
+
+
+def engine_config(args: argparse.Namespace) -> Any:
+    """EngineConfig of the flags. Raises ConfigError."""
+    import msgspec
+
+    from engine_shim.config import EngineConfig, ModelConfig
+
+    shape: dict[str, Any] = dict(_json(args.model, "model") or {})
+    if args.dtype is not None:
+        shape["dtype"] = args.dtype
+    if args.seed is not None:
+        shape["seed"] = args.seed
+    fields: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in (
+            "tp_size", "block_size", "num_blocks", "max_model_len", "max_num_seqs",
+            "max_num_batched_tokens", "cpu_threads", "device",
+        )
+        if getattr(args, name) is not None
+    }  # fmt: skip
+    if args.sampling_seed is not None:
+        fields["seed"] = args.sampling_seed
+    try:
+        model = msgspec.convert(shape, ModelConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError("model", args.model, f"valid fields ({error})") from error
+    return EngineConfig(
+        model=model,
+        enable_prefix_caching=not args.no_enable_prefix_caching,
+        enable_session_cache=args.enable_session_cache,
+        async_scheduling=args.async_scheduling,
+        kv_transfer_config=_json(args.kv_transfer_config, "kv-transfer-config"),
+        **fields,
+    ).check()
+
+
+def _json(text: str | None, flag: str) -> dict[str, Any] | None:
+    """A flag's JSON object. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(flag, text, f"a JSON object ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(flag, text, "a JSON object")
+    return value
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    config = engine_config(args)
+    from engine_shim.errors import EngineDead, EngineTimeout
+
+    with needs("shim"):
+        from engine_shim.frontend.server import ServeOptions, serve
+
+    options = ServeOptions(
+        host=args.host,
+        port=args.port,
+        grpc_port=args.grpc_port,
+        served_model_name=args.served_model_name,
+        log_level=args.log_level,
+    )
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return asyncio.run(serve(config, options, lambda where: _say(f"serving on {where}")))
+    except (EngineDead, EngineTimeout) as error:
+        print(f"session-kv serve: {error}", file=sys.stderr)
+        return EXIT_NOT_TRIED
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Turns a missing module into the line that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        remedy = f"pip install 'session-kv-connector[{extra}]'"
+        raise ConfigError("extra", extra, f"the module {error.name}", remedy) from error
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
