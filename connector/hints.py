@@ -27,6 +27,7 @@ VERSIONS = ("1", 1)
 PRIORITY_MAX = 8
 TTL_S_MAX = 7 * 24 * 3600.0
 ACTIONS_MAX = 32
+_KINDS = frozenset(kind.value for kind in HintKind)
 
 
 class ParsedHints(NamedTuple):
@@ -83,7 +84,7 @@ def _known(action: object, where: str) -> HintKind | None:
     name = _get(action, "action_type")
     if not isinstance(name, str) or not name:
         raise HintError(f"{where}.action_type: expected a name, got {_kind(name)}")
-    if name not in HintKind or _get(action, "action_version") not in VERSIONS:
+    if name not in _KINDS or _get(action, "action_version") not in VERSIONS:
         return None
     return HintKind(name)
 

@@ -11,9 +11,9 @@ import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from store_worker.worker import StoreWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -40,6 +40,7 @@ from connector.scheduler import ConnectorScheduler, Said, Scheduled
 from connector.stats import Data, merge, split_key
 from connector.vllm_facts import check_supported, namespace_spec, payload_bytes
 from store_worker.assemble import SchedulerSide, object_bytes, open_scheduler_side, open_worker_side
+from store_worker.worker import StoreWorker
 
 if TYPE_CHECKING:
     import torch
@@ -264,7 +265,7 @@ class SessionKVConnector(KVConnectorBase_V1):
                         request=RequestId(request_id),
                         num_computed_tokens=request.num_computed_tokens,
                         num_scheduled_tokens=tokens,
-                        blocks=lambda id_=request_id: _table(state, id_),
+                        blocks=partial(_table, state, request_id),
                     )
                 )
         return StepMetadata(self._scheduler.build_step(parts))

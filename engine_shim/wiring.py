@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from store_worker.worker import StoreWorker
 
 from connector.clock import SystemClock
 from connector.config import Config, parse_config
@@ -22,7 +21,7 @@ from connector.scheduler import ConnectorScheduler, Said, Scheduled
 from connector.stats import Data, merge
 from engine_shim import connector_port as port
 from engine_shim.config import EngineConfig
-from engine_shim.hashing import HASH_ALGORITHM, HASH_SEED
+from engine_shim.hashing import ROOT
 from store_worker.assemble import (
     SchedulerSide,
     object_bytes,
@@ -30,6 +29,7 @@ from store_worker.assemble import (
     open_worker_side,
 )
 from store_worker.keys import NamespaceSpec
+from store_worker.worker import StoreWorker
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,8 @@ def namespace_spec(config: Config, engine: EngineConfig) -> NamespaceSpec:
         head_size=model.head_dim,
         layout="shim/[block,token,kv,head,dim]",
         payload_bytes=payload_bytes(engine),
-        hash_algorithm=HASH_ALGORITHM,
-        hash_seed=HASH_SEED,
+        hash_algorithm="engine-shim sha256",
+        hash_seed=ROOT.hex(),
         tenant=config.tenant,
         tp_size=engine.tp_size,
     )
@@ -99,6 +99,10 @@ class _Pool:
 
     def free_share(self) -> float:
         return self._pool.num_free / self._pool.num_blocks
+
+
+def _table(block_ids: Sequence[int]) -> list[BlockId]:
+    return [BlockId(b) for b in block_ids]
 
 
 class SchedulerHalf:
@@ -142,8 +146,8 @@ class SchedulerHalf:
     def update_state_after_alloc(
         self, request: port.RequestView, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        table = [BlockId(b) for b in block_ids]
-        self._core.on_allocated(RequestId(request.request_id), table, num_external_tokens)
+        id_ = RequestId(request.request_id)
+        self._core.on_allocated(id_, _table(block_ids), num_external_tokens)
 
     def build_step(self, output: port.StepOutput) -> object | None:
         for request_id in output.preempted_ids:
@@ -153,7 +157,7 @@ class SchedulerHalf:
                 request=RequestId(part.request.request_id),
                 num_computed_tokens=part.num_computed_tokens,
                 num_scheduled_tokens=part.num_scheduled_tokens,
-                blocks=lambda part=part: [BlockId(b) for b in part.block_ids],
+                blocks=partial(_table, part.block_ids),
             )
             for part in output.scheduled
         )
@@ -168,7 +172,7 @@ class SchedulerHalf:
         params = self._core.on_finished(
             RequestId(request.request_id),
             request.num_computed_tokens,
-            [BlockId(b) for b in block_ids],
+            _table(block_ids),
         )
         return port.FinishResult(kv_transfer_params=params)
 
