@@ -186,4 +186,5 @@ def result_of(
         bytes_moved=outcomes.count(BlockOutcome.OK) * payload_bytes,
         seconds=max(0.0, seconds),
         session=meta.session,
+        blocks=meta.blocks,
     )

@@ -85,6 +85,9 @@ def thread_pool(spec: PoolSpec) -> Pool[IoState]:
 def system_ports(config: Config, clock: Clock, nodes: Mapping[NodeId, str]) -> WorkerPorts:
     """Real threads, and connections to the nodes' URLs; one breaker per node for all threads."""
     breakers = {name: node_breaker(url, config, clock) for name, url in nodes.items()}
+    for url in nodes.values():
+        # Connects to nothing: a bad URL stops the start, and libraries are imported by now.
+        open_node(url, config, clock)
 
     def connect(name: NodeId) -> DataNode:
         if name not in nodes:
@@ -108,8 +111,8 @@ class StoreWorker:
     ) -> None:
         """nodes: the URL of each data node by its `factory.node_id`. Connects to nothing yet.
 
-        on_close: called once, at the end of `close`. Raises UnsupportedError if `staging_bytes`
-        can't hold the blocks of a device cache.
+        on_close: called once, at the end of `close`. Raises ConfigError for a URL that can't be
+        one, UnsupportedError if `staging_bytes` can't hold the blocks of a device cache.
         """
         ports = system_ports(config, clock, nodes)._replace(on_close=on_close)
         self._start(config, rank, cache, ports)

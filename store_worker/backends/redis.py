@@ -134,19 +134,29 @@ class RedisNode:
         deadline: float,
     ) -> list[BlockOutcome]:
         """Keep a bounded number of requests on the way; one outcome per size."""
+        if self._clock.now() >= deadline:
+            return [BlockOutcome.TIMED_OUT] * len(sizes)
         link = self._open(deadline)
         outcomes: list[BlockOutcome] = []
         sent = in_flight = 0
+        broken: StoreUnavailable | None = None
         try:
             while len(outcomes) < len(sizes):
                 oldest = len(outcomes)
-                while sent < len(sizes) and (
+                while not broken and sent < len(sizes) and (
                     sent == oldest
                     or (in_flight + sizes[sent] <= bytes_max and sent - oldest < ITEMS_IN_FLIGHT)
                 ):
-                    send(link, sent)
+                    try:
+                        send(link, sent)
+                    except StoreUnavailable as error:
+                        # What was answered before the end can still be read.
+                        broken = error
+                        break
                     in_flight += sizes[sent]
                     sent += 1
+                if broken and oldest == sent:
+                    raise broken
                 outcomes.append(receive(link, oldest))
                 in_flight -= sizes[oldest]
         except StoreTimeout as error:
@@ -266,12 +276,13 @@ class RedisNode:
     def _open(self, deadline: float) -> RespLink:
         """The link, made anew if there is none or the server has closed it meanwhile."""
         if self._link is not None:
-            if self._link.idle_ok():
-                return self._link
-            self._drop(None)
+            if not self._link.idle_ok():
+                self._drop(None)
         budget_s = deadline - self._clock.now()
         if budget_s <= 0:
-            raise StoreTimeout("the deadline had passed before a connection was there")
+            raise StoreTimeout("the deadline had passed before the call")
+        if self._link is not None:
+            return self._link
         self._breaker.enter()
         limit_s = min(self._config.connect_timeout_s, budget_s)
         try:

@@ -138,6 +138,7 @@ class RespLink:
         while view:
             try:
                 view = view[self._sock.send(view) :]
+                self._check(deadline)
             except (BlockingIOError, ssl.SSLWantWriteError):
                 self._wait(select.POLLOUT, deadline)
             except ssl.SSLWantReadError:
@@ -255,8 +256,12 @@ class RespLink:
             length -= count
 
     def _end_of_bulk(self, deadline: float) -> None:
-        if self._line(deadline):
+        while self._high - self._low < 2:
+            self._fill(deadline)
+        end = self._ahead[self._low : self._low + 2]
+        if end != b"\r\n":
             raise StoreUnavailable("a bulk reply is longer than it says")
+        self._low += 2
 
     def _line(self, deadline: float) -> bytes:
         """Up to the next line end, which is taken off."""
