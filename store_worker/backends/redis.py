@@ -173,15 +173,13 @@ class RedisNode:
     # ---- the rest ------------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> int:
-        replies = self._call([command("UNLINK", key) for key in keys], deadline)
-        return sum(reply for reply in replies if isinstance(reply, int))
+        return sum(self._numbers("UNLINK", keys, deadline))
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return [reply == 1 for reply in self._call([command("EXISTS", k) for k in keys], deadline)]
+        return [number == 1 for number in self._numbers("EXISTS", keys, deadline)]
 
     def persist(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        replies = self._call([command("PERSIST", key) for key in keys], deadline)
-        done = [reply == 1 for reply in replies]
+        done = [number == 1 for number in self._numbers("PERSIST", keys, deadline)]
         # 0 means gone, or persisted before.
         rest = [index for index, ok in enumerate(done) if not ok]
         there = self.exists([keys[index] for index in rest], deadline) if rest else []
@@ -240,6 +238,16 @@ class RedisNode:
         if link is not None:
             link.close()
 
+    def _numbers(self, name: str, keys: Sequence[bytes], deadline: float) -> list[int]:
+        """One command per key. Raises StoreUnavailable if any is refused: half an answer to "is
+        it deleted?" would be taken for room."""
+        replies = self._call([command(name, key) for key in keys], deadline)
+        numbers = [reply for reply in replies if isinstance(reply, int)]
+        if len(numbers) < len(replies):
+            refused = next(reply for reply in replies if not isinstance(reply, int))
+            raise StoreUnavailable(f"{_shown(self._url)} refuses {name}: {refused!r}")
+        return numbers
+
     def _call(self, requests: Sequence[bytes], deadline: float) -> list[Reply]:
         """Small requests, pipelined; one reply each, errors among them as values."""
         replies: list[Reply] = []
@@ -275,9 +283,8 @@ class RedisNode:
 
     def _open(self, deadline: float) -> RespLink:
         """The link, made anew if there is none or the server has closed it meanwhile."""
-        if self._link is not None:
-            if not self._link.idle_ok():
-                self._drop(None)
+        if self._link is not None and not self._link.idle_ok():
+            self._drop(None)
         budget_s = deadline - self._clock.now()
         if budget_s <= 0:
             raise StoreTimeout("the deadline had passed before the call")

@@ -282,6 +282,17 @@ def test_a_read_only_user_is_named() -> None:
             connector_to(server.url, CLOCK)().ready(soon())
 
 
+def test_a_refused_delete_is_not_taken_for_done() -> None:
+    with Server() as server, server.client() as client:
+        node = connector_to(server.url, CLOCK)()
+        items = put_items(3, [112])
+        node.put(items, TTL_MS, soon())
+        client.execute_command("ACL", "SETUSER", "default", "-unlink")
+        with pytest.raises(StoreUnavailable, match="refuses UNLINK"):
+            node.delete([item.key for item in items], soon())
+        assert node.get(get_items(items), soon()) == [OK] * 3
+
+
 def test_close_from_another_thread_breaks_a_stuck_call() -> None:
     stuck = threading.Event()
 
