@@ -21,7 +21,7 @@ demo: $(DEV)/STAMP ## a conversation moves between two engine processes
 	@$(BIN)/session-kv demo $(ARGS)
 
 demo-pd: $(DEV)/STAMP ## prefill and decode on different engines
-	@$(BIN)/session-kv demo --pd $(ARGS)
+	@$(BIN)/session-kv demo-pd $(ARGS)
 
 test: $(DEV)/STAMP lint ## lint, then all tests that need no vLLM
 	@echo '[test] pytest, $(JOBS) processes'

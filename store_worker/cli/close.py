@@ -10,7 +10,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from store_worker.cli.options import add_json, add_store, add_tenant, config_of, resolved_store
+from store_worker.cli.options import (
+    add_json,
+    add_store,
+    add_tenant,
+    config_of,
+    open_index_for,
+    resolved_store,
+)
 
 if TYPE_CHECKING:
     from connector.clock import Clock
@@ -70,10 +77,9 @@ def close_session(
     """Close one session. Raises StoreError if the index can't be asked."""
     from connector.clock import SystemClock
     from connector.session import session_key
-    from store_worker.index import open_index
 
     clock = SystemClock()
-    index = open_index(store.index, config)
+    index = open_index_for(store.index, config)
     identity = index.identity()
     secret = bytes.fromhex(config.session_secret) or identity.secret
     key = session_key(secret, config.tenant, cache_salt, session_id)

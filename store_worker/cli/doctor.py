@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from store_worker.cli.options import add_json, add_store, config_of, resolved_store
+from store_worker.cli.options import (
+    add_json,
+    add_store,
+    config_of,
+    open_index_for,
+    resolved_store,
+)
 
 if TYPE_CHECKING:
     from connector.clock import Clock
@@ -188,10 +194,9 @@ def script_error(url: str, config: Config) -> str:
     import redis
 
     from connector.errors import StoreError
-    from store_worker.index import open_index
 
     try:
-        open_index(url, config).nodes()
+        open_index_for(url, config).nodes()
     except (StoreError, redis.RedisError) as error:
         return str(error)
     return ""
