@@ -4,13 +4,16 @@ Two implementations: `MemoryIndex` (the reference, also used by the simulation a
 `RedisIndex` (server-side scripts). One contract suite runs over both. Every call is one atomic
 operation; `now_ms` 0 means the server's clock, and time is kept monotone inside.
 
+Every tuple of victims is a duty: delete their objects, then report `freed`. Who dies in between
+loses nothing: `dying` and `prepare` name them again after 5 s, to anyone.
+
 Raises StoreUnavailable / StoreTimeout when the server can't be asked; nothing else is raised for
 the world's failures. Thread: one caller at a time per instance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from connector.ids import BlockHash, GrantId, Namespace, NodeId, SessionKey
@@ -19,6 +22,7 @@ from connector.indexmsg import (
     Closed,
     CommitRequest,
     Committed,
+    CopyStep,
     Declined,
     Granted,
     IndexIdentity,
@@ -39,13 +43,14 @@ class SessionIndex(Protocol):
 
     def register_node(self, node: NodeId, incarnation: bytes, capacity_bytes: int) -> None:
         """Say that a node is up with this incarnation; another incarnation makes its old runs
-        dead. capacity_bytes 0: the node evicts by itself and is not accounted for."""
+        dead. capacity_bytes 0: the node evicts by itself and is not accounted for. Cheap and
+        repeatable: after a lost index, `prepare` says NO_NODE until nodes are registered again."""
 
     def set_charge(self, node: NodeId, object_bytes: int, charged_bytes: int) -> None:
         """What the node's server really uses for an object of that size (MEMORY USAGE)."""
 
     def node_down(self, node: NodeId) -> None:
-        """New blocks avoid the node; its runs stay listed for its return."""
+        """New blocks avoid the node; its runs stay listed for its return, ten minutes at least."""
 
     def drain(self, node: NodeId, on: bool = True) -> None:
         """New blocks avoid the node while it empties; sessions at home there move."""
@@ -65,8 +70,8 @@ class SessionIndex(Protocol):
         now_ms: int = 0,
     ) -> Acquired:
         """The runs up to the first listed of `candidates` ((hash, depth), deepest first, at most
-        16), cut at the first run without a live copy; leases the last usable block and counts as
-        a use. At most 64 runs."""
+        16), cut at the first block without a live copy; leases the last usable block and counts as
+        a use. At most 64 slices, in one of which neighbouring runs on one node are joined."""
 
     def prepare(self, request: PrepareRequest, now_ms: int = 0) -> Granted | Declined:
         """Room for one save; names victims if some must go first."""
@@ -74,20 +79,29 @@ class SessionIndex(Protocol):
     def commit(self, request: CommitRequest, now_ms: int = 0) -> Committed:
         """Make saved blocks visible, move the session's hold, record boundaries. Idempotent."""
 
-    def abort(self, grant: GrantId, now_ms: int = 0) -> None:
-        """Give a grant back. Unknown grants are ignored."""
+    def copied(self, steps: Sequence[CopyStep], now_ms: int = 0) -> tuple[Victim, ...]:
+        """These copies are made, in the order in which they were asked for. Returns copies that
+        are of no use any more. Steps that failed are not reported: their room comes back."""
+
+    def abort(self, grant: GrantId, now_ms: int = 0) -> tuple[Victim, ...]:
+        """Give a grant back; what it may have written dies. Unknown grants are ignored."""
 
     def freed(self, victims: Sequence[Victim], now_ms: int = 0) -> None:
         """These victims' objects are deleted: their bytes are room again."""
 
     def dying(self, node: NodeId, now_ms: int = 0) -> tuple[Victim, ...]:
-        """Victims not reported freed for 5 s, to delete again (at most 128)."""
+        """Housekeeping, for each node about once a second: victims on that node that were not
+        reported freed for 5 s, and what lost grants, closed sessions and lost data leave, on any
+        node (each at most 128)."""
 
-    def close(self, session: SessionKey, now_ms: int = 0) -> Closed:
-        """End the generation at once, drop its holds, free upward what nothing else needs."""
+    def close(self, session: SessionKey, now_ms: int = 0, resume: bool = False) -> Closed:
+        """End the generation at once, drop its holds, free upward what nothing else needs, at most
+        128 blocks; while `more`, call again with `resume`, which ends no generation. What is
+        leased at that moment is freed by a later `dying`, `close`, or as a first victim."""
 
     def retain(self, session: SessionKey, priority: int, ttl_s: float, now_ms: int = 0) -> None:
-        """Bias eviction: classes with higher priority go later. Priority 0 undoes."""
+        """Bias eviction: blocks of higher priority (-1 to 3, clipped) go later. Priority 0 undoes.
+        ttl_s 0: until the session is closed."""
 
     def pin(self, session: SessionKey, ttl_s: float, now_ms: int = 0) -> float:
         """Protect until a time. Returns the seconds granted (clipped or 0 when over quota)."""
@@ -95,22 +109,35 @@ class SessionIndex(Protocol):
     def forget(
         self, namespace: Namespace, hashes: Sequence[BlockHash], node: NodeId, now_ms: int = 0
     ) -> tuple[Victim, ...]:
-        """Data was lost on `node`: lowers its run's live_to; returns what a bounded sweep frees."""
+        """Data was lost on `node` (empty: on whichever a block lies). Those blocks can't be
+        acquired any more, nor can what lies behind them, until they are saved again; after a
+        minute they are swept from the leaves. At most 128 hashes in 8 runs; more is left for the
+        next load to find. Returns what must be deleted."""
+
+    def awaited(self, namespace: Namespace, tip: BlockHash) -> bool:
+        """Is it worth waiting for this tip: neither listed nor abandoned?"""
 
     def abandon(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> None:
-        """A prefill hand-off failed: `tip` will not be committed. Remembered for a minute."""
+        """A hand-off failed: nobody should wait for this tip (for a minute)."""
 
-    def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:
-        """True while `tip` is neither listed nor abandoned: whoever needs it should still wait."""
+    def describe(self, namespace: Namespace, text: str, tokens_per_block: int) -> None:
+        """What people should see for a namespace; kept if it is there already."""
+
+    def namespaces(self) -> Mapping[Namespace, tuple[str, int, int]]:
+        """Known namespaces: (text, tokens per block, listed blocks)."""
 
     def nodes(self) -> tuple[NodeState, ...]:
         """Accounting of every known node."""
 
     def sessions(self, cursor: int = 0, count: int = 100) -> tuple[int, tuple[SessionState, ...]]:
-        """A page of known sessions and the next cursor (0: the end)."""
+        """A page of known sessions, oldest first, and the next cursor (0: the end)."""
 
     def session(self, session: SessionKey) -> SessionState | None:
-        """One session, or None."""
+        """One session, or None. blocks: the depth of its longest stored chain."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters since the index began, and gauges: `sessions`, `open_sessions` (holding
+        blocks), `leases` (leased leaves), `runs`, `blocks`, `grants`."""
 
     def set_scores(self, table: ScoreTable) -> None:
         """Put a policy's table in force. Leaves keep the class of their last use; tables of
