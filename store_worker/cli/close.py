@@ -15,7 +15,6 @@ from store_worker.cli.options import (
     add_store,
     add_tenant,
     config_of,
-    open_index_for,
     resolved_store,
 )
 
@@ -77,19 +76,22 @@ def close_session(
     """Close one session. Raises StoreError if the index can't be asked."""
     from connector.clock import SystemClock
     from connector.session import session_key
+    from store_worker.index import open_index
 
     clock = SystemClock()
-    index = open_index_for(store.index, config)
+    index = open_index(store.index, config)
     identity = index.identity()
     secret = bytes.fromhex(config.session_secret) or identity.secret
     key = session_key(secret, config.tenant, cache_salt, session_id)
-    known = index.session(key) is not None
+    state = index.session(key)
+    # A closed session leaves its generation behind, by which late saves are refused.
+    known = state is not None and bool(state.blocks or state.turns or state.home)
     desk = open_desk(store, config, index, clock)
     try:
         blocks, left = free_all(desk, identity.incarnation, key)
     finally:
         desk.close()
-    return Outcome(known or blocks > 0, blocks, left)
+    return Outcome(known, blocks, left)
 
 
 def open_desk(store: StoreConfig, config: Config, index: SessionIndex, clock: Clock) -> Desk:

@@ -16,7 +16,6 @@ from store_worker.cli.options import (
     add_json,
     add_store,
     config_of,
-    open_index_for,
     resolved_store,
 )
 
@@ -194,9 +193,10 @@ def script_error(url: str, config: Config) -> str:
     import redis
 
     from connector.errors import StoreError
+    from store_worker.index import open_index
 
     try:
-        open_index_for(url, config).nodes()
+        open_index(url, config).nodes()
     except (StoreError, redis.RedisError) as error:
         return str(error)
     return ""

@@ -7,13 +7,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from connector.config import EMBEDDED, Config, StoreConfig, parse_config
 from connector.errors import ConfigError
-
-if TYPE_CHECKING:
-    from store_worker.index import SessionIndex
 
 STORE_ENV = "SESSION_KV_STORE"
 
@@ -71,15 +67,3 @@ def resolved_store(config: Config) -> Iterator[StoreConfig]:
 
     with start_or_join(config.embedded_dir, config.embedded_bytes) as embedded:
         yield StoreConfig(index=embedded.index_url, data=(embedded.data_url,))
-
-
-def open_index_for(url: str, config: Config) -> SessionIndex:
-    """The index as an operator sees it: the tenant's and the time limits of the options."""
-    from store_worker.index import IndexOptions, open_index
-
-    options = IndexOptions(
-        tenant=config.tenant,
-        timeout_s=config.index_timeout_s,
-        connect_timeout_s=config.connect_timeout_s,
-    )
-    return open_index(url, options)
