@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from connector.errors import ConfigError
+from connector.session import DEFAULT_HEADERS
 
 EXIT_FAILED, EXIT_NOT_TRIED = 1, 2
 
@@ -19,11 +20,15 @@ EXIT_FAILED, EXIT_NOT_TRIED = 1, 2
 def add_parser(subparsers: Any) -> None:
     """Add this module's commands."""
     _add_serve(subparsers)
+    _add_proxy(subparsers)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one of them; the exit code. Raises SessionKVError."""
-    runs: Mapping[str, Callable[[argparse.Namespace], int]] = {"serve": run_serve}
+    runs: Mapping[str, Callable[[argparse.Namespace], int]] = {
+        "serve": run_serve,
+        "proxy": run_proxy,
+    }
     return runs[args.command](args)
 
 
@@ -126,12 +131,71 @@ def run_serve(args: argparse.Namespace) -> int:
         served_model_name=args.served_model_name,
         log_level=args.log_level,
     )
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    _log(args.log_level)
     try:
         return asyncio.run(serve(config, options, lambda where: _say(f"serving on {where}")))
     except (EngineDead, EngineTimeout) as error:
         print(f"session-kv serve: {error}", file=sys.stderr)
         return EXIT_NOT_TRIED
+
+
+def _add_proxy(subparsers: Any) -> None:
+    parser = subparsers.add_parser("proxy", help="one address before prefill and decode engines")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}", nargs="+", action="extend", required=True, metavar="URL",
+            help=f"{role} engines, as http://HOST:PORT",
+        )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100, help="0: any free one")
+    parser.add_argument(
+        "--store", metavar="URL", default=None,
+        help="the engines' store: wait there for a prompt's commit before decode is asked",
+    )  # fmt: skip
+    parser.add_argument("--tenant", default="default", help="config key `tenant` of the engines")
+    parser.add_argument(
+        "--session-header", action="append", metavar="NAME", help="default: X-Session-ID"
+    )
+    parser.add_argument("--where", action="store_true", help="answer GET /where?session=ID")
+    parser.add_argument("--wait-s", type=float, default=2.0, help="limit of the wait for a commit")
+    parser.add_argument("--in-flight-max", type=int, default=256, help="requests at one engine")
+    parser.add_argument("--start-timeout-s", type=float, default=120.0)
+    parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+
+
+def run_proxy(args: argparse.Namespace) -> int:
+    """Relay until told to stop."""
+    with needs("shim"):
+        from engine_shim.pd_proxy import ProxyConfig
+        from engine_shim.pd_proxy_fleet import Limits
+        from engine_shim.pd_proxy_start import StartOptions, serve_proxy
+
+    headers = tuple(args.session_header or DEFAULT_HEADERS)
+    options = StartOptions(
+        prefill=tuple(args.prefill),
+        decode=tuple(args.decode),
+        host=args.host,
+        port=args.port,
+        log_level=args.log_level,
+        start_timeout_s=args.start_timeout_s,
+        config=ProxyConfig(session_headers=headers, wait_s=args.wait_s, show_where=args.where),
+        limits=Limits(in_flight_max=args.in_flight_max),
+    )
+    _log(args.log_level)
+
+    async def main() -> int:
+        store = None
+        if args.store is not None:
+            from engine_shim.wiring import open_proxy_store
+
+            store = open_proxy_store(args.store, args.tenant)
+        return await serve_proxy(options, lambda where: _say(f"serving on {where}"), store)
+
+    return asyncio.run(main())
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
 
 @contextlib.contextmanager

@@ -127,6 +127,17 @@ async def _http(
             timeout_graceful_shutdown=DRAIN_S,
         )
     )
+    watch = asyncio.create_task(_watch_engine(frontend, server))
+    try:
+        await run_until(server, listener, lambda: say(address_of(listener)))
+    finally:
+        watch.cancel()
+
+
+async def run_until(
+    server: Server, listener: socket.socket, started: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM, SIGINT, or `server.should_exit`. started: called once it answers."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -134,7 +145,7 @@ async def _http(
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
-    watch = asyncio.create_task(_watch(frontend, server, stop, say, address_of(listener)))
+    watch = asyncio.create_task(_announce(server, started))
     try:
         await server.serve([listener])
     finally:
@@ -149,18 +160,15 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _watch(
-    frontend: Frontend,
-    server: Server,
-    stop: Callable[[], None],
-    say: Callable[[str], None],
-    url: str,
-) -> None:
-    """Say the address once it answers; stop when the engine has died."""
+async def _announce(server: Server, started: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    say(url)
+    started()
+
+
+async def _watch_engine(frontend: Frontend, server: Server) -> None:
+    """Stop serving when the engine has died: somebody has to start us again."""
     while not frontend.engine.errored:
         await asyncio.sleep(LOOK_S)
     log.error("the engine has died; stopping")
-    stop()
+    server.should_exit = True
