@@ -19,9 +19,10 @@ from store_worker.backends.factory import node_id, open_node
 from store_worker.codec import HEADER_BYTES
 from store_worker.embedded import EmbeddedStore, default_directory, start_or_join
 from store_worker.executor import ThreadPool
-from store_worker.index import open_index
+from store_worker.index import SessionIndex, open_index
 from store_worker.index.client import IndexClient
 from store_worker.index.janitor import Desk
+from store_worker.index.locked import locked
 from store_worker.keys import NamespaceSpec, namespace_of
 
 if TYPE_CHECKING:
@@ -74,12 +75,16 @@ def open_scheduler_side(
     store, embedded = resolve_store(config, clock)
     urls = {node_id(url): url for url in store.data}
 
+    def index() -> SessionIndex:
+        found = open_index(store.index, config)
+        return locked(found) if store.index.startswith("memory:") else found
+
     def pool(client: IndexClient) -> ThreadPool[Desk]:
         return ThreadPool(
             "store-janitor",
             threads=1,
             make_state=lambda: Desk(
-                index=open_index(store.index, config),
+                index=index(),
                 nodes={name: open_node(url, config, clock) for name, url in urls.items()},
                 config=config,
                 clock=clock,
@@ -90,7 +95,7 @@ def open_scheduler_side(
             bytes_max=1 << 62,
         )
 
-    client = IndexClient(open_index(store.index, config), config, tuple(urls), clock, pool)
+    client = IndexClient(index(), config, tuple(urls), clock, pool)
     client.wait_ready(READY_S)
     return SchedulerSide(index=client, spec=spec, embedded=embedded)
 
