@@ -127,7 +127,10 @@ class Server:
 
     def kill(self) -> None:
         """End it at once, as a crash would; `start` brings it back empty."""
-        self._end(signal.SIGKILL)
+        process, self._process = self._process, None
+        assert process is not None, "the server is not running"
+        process.kill()
+        process.wait(STOP_DEADLINE_S)
 
     def pause(self) -> None:
         """Stop answering without closing any connection."""
@@ -139,19 +142,8 @@ class Server:
     def stop(self) -> None:
         """End it and remove its files. May be called twice."""
         if self._process is not None:
-            self._end(signal.SIGTERM)
+            self.kill()  # there is nothing to save, and a busy server may refuse to go
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _end(self, how: signal.Signals) -> None:
-        process, self._process = self._process, None
-        assert process is not None, "the server is not running"
-        process.send_signal(how)
-        process.send_signal(signal.SIGCONT)  # a paused process would not see it
-        try:
-            process.wait(STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_DEADLINE_S)
 
     def __enter__(self) -> Server:
         return self.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,24 @@ EXCEPTIONS: tuple[Allowed, ...] = (
 )
 
 
+@cache
+def tree() -> tuple[Source, ...]:
+    return tuple(load_tree(ROOT))
+
+
+@cache
+def findings_of_the_tree() -> tuple[Finding, ...]:
+    return tuple(finding for source in tree() for finding in check(source))
+
+
 def test_tree_keeps_the_rules() -> None:
-    findings = [finding for source in load_tree(ROOT) for finding in check(source)]
-    left = [f for f in findings if not any(row.covers(f) for row in EXCEPTIONS)]
+    left = [f for f in findings_of_the_tree() if not any(row.covers(f) for row in EXCEPTIONS)]
     assert not left, "\n" + "\n".join(map(str, left))
 
 
 def test_every_exception_is_needed() -> None:
-    findings = [finding for source in load_tree(ROOT) for finding in check(source)]
-    stale = [row for row in EXCEPTIONS if not any(row.covers(f) for f in findings)]
+    found = findings_of_the_tree()
+    stale = [row for row in EXCEPTIONS if not any(row.covers(f) for f in found)]
     assert not stale, f"rows that nothing needs any more: {stale}"
     assert all(row.reason for row in EXCEPTIONS)
 
@@ -53,7 +63,7 @@ def test_an_exception_covers_its_own_finding_only() -> None:
 
 
 def test_the_tree_is_really_read() -> None:
-    paths = {source.path for source in load_tree(ROOT)}
+    paths = {source.path for source in tree()}
     assert {"connector/ids.py", "tests/test_architecture.py"} <= paths
 
 
