@@ -125,7 +125,7 @@ class StagedMover:
         with torch.cuda.stream(self._stream):
             self._ring = StagingRing(cache.block_bytes, staging_bytes, self._device)
         self._rows = min(self._ring.rows, max(1, BATCH_BYTES // cache.block_bytes))
-        self._dtype = _widest(cache)
+        self._dtype = widest_element(cache)
         self._pages = [cache.blocks_view(region).view(self._dtype) for region in cache.regions]
 
     def read(self, blocks: Sequence[BlockId], after: Fence) -> Iterator[Batch]:
@@ -226,7 +226,7 @@ class StagedMover:
                 self._ring.busy(number, done.synchronize)
 
 
-def _widest(cache: PagedCache) -> torch.dtype:
+def widest_element(cache: PagedCache) -> torch.dtype:
     """The widest element in which every page can be copied: fewer, larger accesses."""
     numbers = [n for r in cache.regions for n in (r.offset, r.stride, r.block_bytes)]
     numbers += [storage.numel() for storage in cache.storages]
