@@ -224,7 +224,7 @@ class IndexClient:
             case HintOp():
                 return self._hint(op)
             case AbortOp():
-                self._index.abort(op.grant)
+                self._delete(self._index.abort(op.grant))
             case ForgetOp():
                 self._delete(self._index.forget(op.namespace, op.hashes, op.node))
             case RenewOp():
@@ -324,14 +324,18 @@ class IndexClient:
         return CommitReply(job=op.job, outcome=answer.outcome, already=len(answer.already))
 
     def _after_commit(self, op: CommitOp, answer: Committed) -> None:
-        self._delete(answer.losers, report=False)
-        if answer.outcome is CommitOutcome.OK and op.saved:
+        self._delete(answer.losers)
+        if answer.copy:
+            self._pool.submit(janitor.CopyShared(self._seen().incarnation, answer.copy))
+        losers = {victim.hash for victim in answer.losers}
+        stored = tuple(h for h in op.hashes[: op.saved] if h not in losers)
+        if answer.outcome is CommitOutcome.OK and stored:
             self._pool.submit(
                 janitor.Persist(
                     store=self._seen().incarnation,
                     namespace=op.namespace,
                     node=op.node,
-                    hashes=op.hashes[: op.saved],
+                    hashes=stored,
                     ranks=op.ranks,
                 )
             )
@@ -364,16 +368,13 @@ class IndexClient:
         return HintReply(kind=op.kind, outcome="accepted")
 
     def _delete(
-        self,
-        victims: Sequence[Victim],
-        then: Callable[[], None] | None = None,
-        report: bool = True,
+        self, victims: Sequence[Victim], then: Callable[[], None] | None = None
     ) -> bool:
         """Hand victims to the janitor. False if its queue is full (the index names them again)."""
         if not victims:
             return False
         store = self._seen().incarnation
-        return self._pool.submit(janitor.Delete(store, victims, then, report))
+        return self._pool.submit(janitor.Delete(store, victims, then))
 
 
 def failure(op: IndexOp, seconds: float) -> IndexReply:

@@ -18,8 +18,9 @@ from connector.clock import Clock
 from connector.config import Config
 from connector.errors import StoreError
 from connector.ids import BlockHash, Namespace, NodeId
-from connector.indexmsg import IndexIdentity, Victim
-from store_worker.backends.base import DataNode
+from connector.indexmsg import CopyStep, IndexIdentity, Victim
+from connector.meta import BlockOutcome
+from store_worker.backends.base import DataNode, GetItem, PutItem
 from store_worker.index.base import SessionIndex
 from store_worker.keys import object_key
 
@@ -79,12 +80,11 @@ class Delete(Job):
     store: bytes
     victims: Sequence[Victim]
     then: Callable[[], None] | None = None
-    report: bool = True
 
     def run(self, desk: Desk) -> None:
         try:
             gone = delete_victims(desk, self.store, self.victims)
-            if gone and self.report:
+            if gone:
                 desk.index.freed(gone)
         finally:
             self._continue()
@@ -171,6 +171,46 @@ class CheckNodes(Job):
         desk.index.register_node(name, incarnation, capacity)
         if charge:
             desk.index.set_charge(name, desk.object_bytes, charge)
+
+
+@dataclass
+class CopyShared(Job):
+    """Copy blocks of the shared part to nodes that lack them; a bounded step after a commit.
+
+    The objects pass through this process: they are few (0.1 to 0.3 % of what is stored).
+    """
+
+    store: bytes
+    steps: Sequence[CopyStep]
+
+    def run(self, desk: Desk) -> None:
+        made = [step for step in self.steps if self._copy(desk, step)]
+        if made:
+            Delete(self.store, desk.index.copied(made)).run(desk)
+
+    def _copy(self, desk: Desk, step: CopyStep) -> bool:
+        source, target = desk.nodes.get(step.source), desk.nodes.get(step.node)
+        if source is None or target is None:
+            return False
+        keys = [object_key(self.store, step.namespace, step.hash, r) for r in range(step.ranks)]
+        objects = [memoryview(bytearray(desk.object_bytes)) for _ in keys]
+        try:
+            found = source.get(
+                [GetItem(k, [o]) for k, o in zip(keys, objects, strict=True)], desk.deadline()
+            )
+            if any(outcome is not BlockOutcome.OK for outcome in found):
+                return False
+            put = target.put(
+                [PutItem(k, [o]) for k, o in zip(keys, objects, strict=True)],
+                round(desk.config.object_ttl_s * 1000),
+                desk.deadline(),
+            )
+            if any(outcome is not BlockOutcome.OK for outcome in put):
+                return False
+            return all(target.persist(keys, desk.deadline()))
+        except StoreError as error:
+            logger.debug("a shared block was not copied to %s: %s", step.node, error)
+            return False
 
 
 def batches(items: Sequence[BlockHash], size: int) -> Iterable[Sequence[BlockHash]]:
