@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-TIMES_MIN = (1, 2, 3, 4, 6, 9)
-TOKENS_MIN = (0, 1024, 2048, 4096, 8192, 16384, 32768)
+TIMES_MIN = (1, 2, 4, 7)
+TOKENS_MIN = (0, 2048, 8192, 32768)
 NUM_CLASSES = len(TIMES_MIN) * len(TOKENS_MIN)
 TABLE_VERSION = 1
 
@@ -90,8 +90,9 @@ def class_of(times_used: int, new_tokens: int) -> int:
     return times * len(TOKENS_MIN) + tokens
 
 
-LRU_TABLE = ScoreTable(times_min=(1,), tokens_min=(0,), edges_ms=(0,), scores=((0.0,),))
-"""One class, one bin: every score is equal, so order of use decides and no save is declined."""
+LRU_TABLE = ScoreTable(TIMES_MIN, TOKENS_MIN, (0,), ((0.0,),) * NUM_CLASSES)
+"""Every score is equal, so order of use decides and no save is declined. It has the default
+classes, so that a store with blocks in it can change its policy."""
 
 
 class Policy(Protocol):
@@ -115,12 +116,85 @@ class LruPolicy:
 
 
 BIN_FIRST_MS, BIN_LAST_MS = 8_000, 65_536_000
+"""Idle bins double from 8 s to 18 h; what is absent for longer is counted up to there."""
 STEPS_PER_BIN = 4
-OUTSTANDING_MAX = 65_536
-RETURNS_MAX = 20_000
+"""Finer bins of the published table, between which hazards are interpolated."""
+FIT_INTERVAL_MS = 30_000
+"""How often to publish: a table is a few milliseconds of work."""
+ABSENT_MAX = 65_536
+TURNS_MAX = 100_000
+"""What was learnt is halved when it is worth more turns than this, so that habits may change."""
+PRIOR_CHAINS = 16.0
+"""What a wider class's hazards count for in a narrower one: so many chains that passed each bin."""
 PRIOR_RETURNS = 8.0
-PRIOR_RATE = 0.3
-PRIOR_FLAT_MS = 30_000.0
+"""What "as often as the wider class" counts for: so many returns."""
+PRIOR_RATE, PRIOR_FLAT_MS = 0.3, 30_000.0
+"""Prior hazard: 0.3 / idle time, flat below 30 s. Falling and equal for all: it is LRU."""
+
+
+class ReturnPolicy:
+    """Keep what will come back soonest for its space: a Gittins index of the return gap.
+
+    A turn that finds a chain again is a return after a gap; a chain that is still absent is a gap
+    that has not ended (censored): both add to the time at risk of the idle bins they passed, and
+    hazard = returns / time at risk, a branch that takes only a part of the blocks again counting as
+    that part of a return. The hazards of all chains start from a prior that is LRU; those of a
+    times-used row start from all chains', times the row's rate; those of a class from its row's,
+    times the rate of its new-tokens column and its own. The score at an idle time is the best
+    ratio, over horizons, of P(returns by then) to the expected residence until then: exactly what
+    one block of space earns per millisecond if it is given up at the best moment.
+    """
+
+    def __init__(self) -> None:
+        self._bins = _doubling(BIN_FIRST_MS, BIN_LAST_MS, 1)
+        self._edges = _doubling(BIN_FIRST_MS // 4, BIN_LAST_MS, STEPS_PER_BIN)
+        self._returns = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
+        self._at_risk_ms = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
+        self._turns = 0.0
+        # (class, last use) -> chains; the order of insertion is the order of time.
+        self._absent: dict[tuple[int, int], int] = {}
+        self._serial = 0
+
+    def observe(self, event: Turn | Ended) -> None:
+        """See Policy. Classes that the default table does not have are ignored."""
+        if not 0 <= event.cls < NUM_CLASSES:
+            return
+        if isinstance(event, Ended):
+            self._take(event.cls, event.last_use_ms)
+            return
+        if event.previous >= 0 and self._take(event.previous, event.at_ms - event.gap_ms):
+            ended_in = _pass(self._at_risk_ms[event.previous], self._bins, event.gap_ms)
+            self._returns[event.previous][ended_in] += min(1.0, max(0.0, event.kept))
+        key = (event.cls, event.at_ms)
+        self._absent[key] = self._absent.get(key, 0) + 1
+        self._turns += 1
+        if len(self._absent) > ABSENT_MAX:
+            (cls, since_ms), chains = next(iter(self._absent.items()))
+            del self._absent[cls, since_ms]
+            _pass(self._at_risk_ms[cls], self._bins, event.at_ms - since_ms, chains)
+
+    def _take(self, cls: int, last_use_ms: int) -> bool:
+        """One chain of those is absent no more; False if none was known."""
+        left = self._absent.pop((cls, last_use_ms), 0)
+        if left > 1:
+            self._absent[cls, last_use_ms] = left - 1
+        return left > 0
+
+    def fit(self, now_ms: int) -> ScoreTable:
+        """See Policy."""
+        at_risk = [list(row) for row in self._at_risk_ms]
+        for (cls, since_ms), chains in self._absent.items():
+            _pass(at_risk[cls], self._bins, now_ms - since_ms, chains)
+        hazards = _class_hazards(self._returns, at_risk, self._bins)
+        scores = tuple(
+            _gittins(self._edges, _interpolate(self._bins, row, self._edges)) for row in hazards
+        )
+        if self._turns > TURNS_MAX:
+            self._turns /= 2
+            for row in (*self._returns, *self._at_risk_ms):
+                row[:] = [value / 2 for value in row]
+        self._serial += 1
+        return ScoreTable(TIMES_MIN, TOKENS_MIN, self._edges, scores, serial=self._serial)
 
 
 def _doubling(first: int, last: int, steps: int) -> tuple[int, ...]:
@@ -128,83 +202,14 @@ def _doubling(first: int, last: int, steps: int) -> tuple[int, ...]:
     return (0, *(round(first * 2 ** (k / steps)) for k in range(count + 1)))
 
 
-class ReturnPolicy:
-    """Keep what will come back soonest for its space: a Gittins index of the return gap.
-
-    Per class and idle bin the hazard of a return is counted, absences included as exposure
-    (censoring). A class's hazards are drawn to those of its times-used row, the row's to all, and
-    all to a prior that falls with idle time, under which the policy is LRU. The score at an idle
-    time is the best ratio, over horizons, of the chance to return by then to the expected
-    residence until then.
-    """
-
-    def __init__(self) -> None:
-        self._bins = _doubling(BIN_FIRST_MS, BIN_LAST_MS, 1)
-        self._edges = _doubling(BIN_FIRST_MS // 4, BIN_LAST_MS, STEPS_PER_BIN)
-        self._returns = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
-        self._exposure_ms = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
-        # (class, last use) -> chains; insertion order is order of time.
-        self._absent: dict[tuple[int, int], int] = {}
-        self._serial = 0
-
-    def observe(self, event: Turn | Ended) -> None:
-        if isinstance(event, Ended):
-            self._leave(event.cls, event.last_use_ms)
-            return
-        if event.previous >= 0 and self._leave(event.previous, event.at_ms - event.gap_ms):
-            reached = _expose(self._exposure_ms[event.previous], self._bins, event.gap_ms)
-            self._returns[event.previous][reached] += event.kept
-        key = (event.cls, event.at_ms)
-        self._absent[key] = self._absent.get(key, 0) + 1
-        if len(self._absent) > OUTSTANDING_MAX:
-            (cls, start_ms), chains = next(iter(self._absent.items()))
-            del self._absent[cls, start_ms]
-            _expose(self._exposure_ms[cls], self._bins, event.at_ms - start_ms, chains)
-
-    def _leave(self, cls: int, last_use_ms: int) -> bool:
-        """Whether that chain was known to be absent; forgets it."""
-        left = self._absent.pop((cls, last_use_ms), 0)
-        if left > 1:
-            self._absent[cls, last_use_ms] = left - 1
-        return left > 0
-
-    def fit(self, now_ms: int) -> ScoreTable:
-        """A few milliseconds per thousand absent chains."""
-        exposure = [list(row) for row in self._exposure_ms]
-        for (cls, start_ms), chains in self._absent.items():
-            _expose(exposure[cls], self._bins, max(0, now_ms - start_ms), chains)
-        self._serial += 1
-        scores = tuple(_gittins(self._edges, self._spread(row)) for row in self._hazards(exposure))
-        return ScoreTable(TIMES_MIN, TOKENS_MIN, self._edges, scores, serial=self._serial)
-
-    def _hazards(self, exposure: list[list[float]]) -> list[list[float]]:
-        """Per class and bin, returns per millisecond."""
-        bins = self._bins
-        prior = [PRIOR_RATE / max(1.5 * edge, PRIOR_FLAT_MS) for edge in bins]
-        everything = _posterior(_sum(self._returns), _sum(exposure), prior, bins)
-        rows: list[list[float]] = []
-        for first in range(0, NUM_CLASSES, len(TOKENS_MIN)):
-            part = range(first, first + len(TOKENS_MIN))
-            row = _posterior(
-                _sum([self._returns[c] for c in part]),
-                _sum([exposure[c] for c in part]),
-                everything,
-                bins,
-            )
-            rows += [_posterior(self._returns[c], exposure[c], row, bins) for c in part]
-        return rows
-
-    def _spread(self, hazards: Sequence[float]) -> list[float]:
-        """Hazards of the fit bins on the finer bins of the table."""
-        return [hazards[bisect_right(self._bins, edge) - 1] for edge in self._edges]
-
-
 def _widths(edges: Sequence[int]) -> list[float]:
-    return [float(b - a) for a, b in zip(edges, [*edges[1:], 2 * edges[-1]], strict=True)]
+    """The last bin is open: it counts as wide as its lower edge."""
+    return [float(b - a) for a, b in zip(edges, (*edges[1:], 2 * edges[-1]), strict=True)]
 
 
-def _expose(row: list[float], bins: Sequence[int], gap_ms: int, chains: int = 1) -> int:
-    """Add a stay of gap_ms to the bins it passed; the bin that it ended in."""
+def _pass(row: list[float], bins: Sequence[int], gap_ms: int, chains: int = 1) -> int:
+    """Add the time that `chains` spent in each bin during a gap; the bin in which it ends."""
+    gap_ms = min(max(0, gap_ms), 2 * bins[-1])
     last = bisect_right(bins, gap_ms) - 1
     for k in range(last):
         row[k] += chains * (bins[k + 1] - bins[k])
@@ -212,28 +217,82 @@ def _expose(row: list[float], bins: Sequence[int], gap_ms: int, chains: int = 1)
     return last
 
 
-def _sum(rows: Sequence[Sequence[float]]) -> list[float]:
+def _columns(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def _posterior(
-    returns: Sequence[float], exposure: Sequence[float], prior: Sequence[float], bins: Sequence[int]
+def _rate(returns: Sequence[float], at_risk: Sequence[float], expected: Sequence[float]) -> float:
+    """How many times more often than `expected` hazards say, drawn to 1."""
+    awaited = sum(h * x for h, x in zip(expected, at_risk, strict=True))
+    return (sum(returns) + PRIOR_RETURNS) / (awaited + PRIOR_RETURNS)
+
+
+def _drawn(
+    returns: Sequence[float], at_risk: Sequence[float], prior: Sequence[float], bins: Sequence[int]
 ) -> list[float]:
-    """Hazards drawn to `prior`, which counts as PRIOR_RETURNS chains that passed each bin."""
-    weights = [PRIOR_RETURNS * width for width in _widths(bins)]
+    """Hazards per bin, drawn to `prior`."""
+    weights = [PRIOR_CHAINS * width for width in _widths(bins)]
     return [
-        (r + p * w) / (x + w) for r, x, p, w in zip(returns, exposure, prior, weights, strict=True)
+        (r + h * w) / (x + w) for r, x, h, w in zip(returns, at_risk, prior, weights, strict=True)
     ]
+
+
+def _class_hazards(
+    returns: Sequence[Sequence[float]], at_risk: Sequence[Sequence[float]], bins: Sequence[int]
+) -> list[list[float]]:
+    """Returns per millisecond, [class][bin]: all, then rows, then columns, then classes."""
+    columns = len(TOKENS_MIN)
+    prior = [PRIOR_RATE / max(1.5 * edge, PRIOR_FLAT_MS) for edge in bins]
+    overall = _drawn(_columns(returns), _columns(at_risk), prior, bins)
+    rows: list[list[float]] = []
+    for first in range(0, NUM_CLASSES, columns):
+        seen = _columns(returns[first : first + columns])
+        risk = _columns(at_risk[first : first + columns])
+        rate = _rate(seen, risk, overall)
+        rows.append(_drawn(seen, risk, [rate * h for h in overall], bins))
+    rates: list[float] = []
+    for column in range(columns):
+        part = range(column, NUM_CLASSES, columns)
+        seen = [sum(returns[c]) for c in part]
+        awaited = [
+            sum(h * x for h, x in zip(rows[c // columns], at_risk[c], strict=True)) for c in part
+        ]
+        rates.append((sum(seen) + PRIOR_RETURNS) / (sum(awaited) + PRIOR_RETURNS))
+    hazards: list[list[float]] = []
+    for cls in range(NUM_CLASSES):
+        expected = [rates[cls % columns] * h for h in rows[cls // columns]]
+        rate = _rate(returns[cls], at_risk[cls], expected)
+        hazards.append(_drawn(returns[cls], at_risk[cls], [rate * h for h in expected], bins))
+    return hazards
+
+
+def _interpolate(
+    bins: Sequence[int], hazards: Sequence[float], edges: Sequence[int]
+) -> list[float]:
+    """Hazards of the finer bins, log-log linear between the middles of the wide ones."""
+    middles = [math.log(bins[1] / 2), *(math.log(edge * math.sqrt(2)) for edge in bins[1:])]
+    levels = [math.log(h) for h in hazards]
+    fine: list[float] = []
+    for edge, width in zip(edges, _widths(edges), strict=True):
+        at = math.log(edge + width / 2)
+        k = bisect_right(middles, at)
+        if k in (0, len(middles)):
+            fine.append(hazards[max(0, k - 1)])
+            continue
+        share = (at - middles[k - 1]) / (middles[k] - middles[k - 1])
+        fine.append(math.exp(levels[k - 1] * (1 - share) + levels[k] * share))
+    return fine
 
 
 def _gittins(edges: Sequence[int], hazards: Sequence[float]) -> tuple[float, ...]:
     """Per bin, the best over later horizons of P(return by then) / expected residence."""
     stay = [math.exp(-h * w) for h, w in zip(hazards, _widths(edges), strict=True)]
+    time = [(1.0 - q) / h for q, h in zip(stay, hazards, strict=True)]
     scores: list[float] = []
     for first in range(len(edges)):
         absent, residence_ms, best = 1.0, 0.0, 0.0
         for k in range(first, len(edges)):
-            residence_ms += absent * (1.0 - stay[k]) / hazards[k]
+            residence_ms += absent * time[k]
             absent *= stay[k]
             best = max(best, (1.0 - absent) / residence_ms)
         scores.append(best)
