@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from connector.errors import ConfigError
+from connector.errors import ConfigError, SessionKVError
 from connector.session import DEFAULT_HEADERS
 
 EXIT_FAILED, EXIT_NOT_TRIED = 1, 2
@@ -21,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
     """Add this module's commands."""
     _add_serve(subparsers)
     _add_proxy(subparsers)
+    _add_demo(subparsers)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     runs: Mapping[str, Callable[[argparse.Namespace], int]] = {
         "serve": run_serve,
         "proxy": run_proxy,
+        "demo": run_demo,
+        "demo-pd": run_demo,
     }
     return runs[args.command](args)
 
@@ -194,6 +197,64 @@ def run_proxy(args: argparse.Namespace) -> int:
     return asyncio.run(main())
 
 
+def _add_demo(subparsers: Any) -> None:
+    for name, text in (
+        ("demo", "a conversation moves between two engine processes"),
+        ("demo-pd", "prefill and decode on different engine processes"),
+    ):
+        parser = subparsers.add_parser(name, help=text)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        parser.add_argument("--turns", type=int, default=4, help="4 or more")
+        parser.set_defaults(pd=name == "demo-pd")
+        if name == "demo":
+            parser.add_argument("--pd", action="store_true", help="the same as demo-pd")
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Show it; exit code 1 if anything was not as it must be."""
+    if args.turns < 4:
+        raise ConfigError("turns", args.turns, "4 or more")
+    with needs("shim"):
+        import httpx
+
+        from engine_shim import demo, demo_pd
+    from engine_shim.errors import ShimError
+
+    def say(text: str) -> None:
+        print(f"[demo] {text}", file=sys.stderr, flush=True)
+
+    run_one = demo_pd.demo_pd if args.pd else demo.demo
+    try:
+        report = asyncio.run(run_one(args.turns, say))
+    except (ShimError, httpx.HTTPError) as error:
+        return _not_shown(f"{type(error).__name__}: {error}", args.json)
+    _show(report, args)
+    return 0 if report.ok else EXIT_FAILED
+
+
+def _not_shown(why: str, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"ok": False, "error": why, "turns": []}))
+    print(f"session-kv demo: {why}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _show(report: Any, args: argparse.Namespace) -> None:
+    import msgspec
+
+    from store_worker.cli.output import emit_json, table
+
+    rows = [msgspec.to_builtins(turn) for turn in report.turns]
+    for problem in report.problems:
+        print(f"session-kv demo: {problem}", file=sys.stderr)
+    if args.json:
+        emit_json({"ok": report.ok, "turns": rows})
+        return
+    columns = [name.removesuffix("_tokens").replace("_", " ") for name in rows[0]]
+    table("tokens per turn", columns, [list(row.values()) for row in rows])
+    print("everything as it must be" if report.ok else "NOT as it must be (see above)")
+
+
 def _log(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
@@ -210,3 +271,19 @@ def needs(extra: str) -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def main() -> int:
+    """Only these commands, without the entry points: for processes that we start ourselves."""
+    parser = argparse.ArgumentParser(prog="session-kv")
+    add_parser(parser.add_subparsers(dest="command", metavar="COMMAND", required=True))
+    args = parser.parse_args()
+    try:
+        return run(args)
+    except SessionKVError as error:
+        print(f"session-kv: {error}", file=sys.stderr)
+        return EXIT_NOT_TRIED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A shim engine with its front ends as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from threading import Timer
+from typing import Any
+
+import httpx
+
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 15.0
+_ADDRESS = re.compile(r"serving on (?P<http>http://\S+)(?: grpc://(?P<grpc>\S+))?")
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+# A model that takes a second to start and a millisecond per token.
+SMALL = '{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}'
+
+
+class ShimServer:
+    """`session-kv serve` with `flags`, on free ports. A context manager.
+
+    url: of the HTTP front end. grpc: host:port, if --grpc-port was among the flags.
+    """
+
+    def __init__(self, *flags: str, model: str = SMALL) -> None:
+        self._flags = ["--port", "0", "--model", model, *flags]
+        self._process: subprocess.Popen[str] | None = None
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
+        self.url = self.grpc = ""
+
+    def start(self) -> ShimServer:
+        """Returns when it serves."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "engine_shim.cli", "serve", *self._flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            text=True,
+            preexec_fn=_die_with_parent,
+        )
+        assert self._process.stdout is not None
+        late = Timer(START_DEADLINE_S, self._process.kill)
+        late.start()
+        try:
+            for line in self._process.stdout:
+                if found := _ADDRESS.search(line):
+                    self.url, self.grpc = found["http"], found["grpc"] or ""
+                    return self
+        finally:
+            late.cancel()
+        self.stop()
+        raise RuntimeError(f"the shim ended at its start:\n{self.log()}")
+
+    def log(self) -> str:
+        """What it wrote to standard error."""
+        self._words.seek(0)
+        return self._words.read()
+
+    @property
+    def returncode(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    def post(self, path: str, body: Any, **headers: str) -> Any:
+        """JSON of a good reply."""
+        reply = httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise AssertionError(f"the shim does not stop:\n{self.log()}") from None
+
+    def __enter__(self) -> ShimServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
+                self.stop()
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
