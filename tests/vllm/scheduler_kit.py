@@ -194,7 +194,8 @@ class Engine:
     """vLLM's scheduler with one worker rank. Always `close` it (or use it in a `with`).
 
     steps_ahead: 0 runs one step at a time, 1 schedules the next step before a step's output is
-    known, as async scheduling does. seen: the metadata of every step, oldest first.
+    known, as async scheduling does. seen: the metadata of every step, oldest first; outputs: what
+    the worker's connector said at its end.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class Engine:
             self.worker.register_kv_caches(self.model.caches)
         self.texts: dict[str, Text] = {}
         self.seen: list[Any] = []
+        self.outputs: list[KVConnectorOutput] = []
         self.stats: dict[str, float] = {}
         self.steps = 0
         self._ahead = steps_ahead
@@ -365,6 +367,7 @@ class Engine:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
+        self.outputs.append(found)
         return found
 
     def _take(self, out: Any) -> None:
@@ -377,8 +380,14 @@ class Engine:
             text.cached = out.prefill_stats.num_cached_tokens
 
     def _count(self, stats: Any) -> None:
-        for key, value in ((stats and stats.kv_connector_stats) or {}).items():
-            self.stats[key] = self.stats.get(key, 0) + value
+        self._add_stats((stats and stats.kv_connector_stats) or {})
+
+    def _add_stats(self, data: Mapping[str, Any]) -> None:
+        for key, value in data.items():
+            if isinstance(value, int | float):
+                self.stats[key] = self.stats.get(key, 0) + value
+            else:  # MultiConnector: by child
+                self._add_stats(value.get("data", value))
 
     # -- waiting ---------------------------------------------------------------------------------
 
@@ -398,6 +407,9 @@ class Engine:
         self.run_until(
             lambda: not self._in_flight and not self.scheduler.has_requests(), "an idle engine"
         )
+        late = self.connector and self.connector.get_kv_connector_stats()
+        if late is not None:  # what was counted behind the last step
+            self._add_stats(late.to_dict() if hasattr(late, "to_dict") else late.data)
 
     def held_blocks(self) -> int:
         """Blocks that are not in the free queue (the null block apart)."""
