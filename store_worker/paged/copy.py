@@ -23,10 +23,22 @@ BATCH_BYTES = 8 << 20
 """Payload of one batch: enough to keep a connection busy, little enough to stop soon."""
 
 
-class Fence(NamedTuple):
-    """A point in the engine's stream of work: copies wait until it is reached. None: host only."""
+class Event(Protocol):
+    """What a fence needs of `torch.cuda.Event`."""
 
-    event: torch.cuda.Event | None = None
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
+
+class Fence(NamedTuple):
+    """A point in the engine's work: copies wait until it is reached. None: it is already."""
+
+    event: Event | None = None
+
+    def wait(self) -> None:
+        """On the calling thread. Copies on a device's stream wait there instead."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
 def fence(cache: PagedCache) -> Fence:
@@ -92,10 +104,12 @@ class DirectMover:
         self._rows = max(1, BATCH_BYTES // cache.block_bytes)
 
     def read(self, blocks: Sequence[BlockId], after: Fence) -> Iterator[Batch]:
+        after.wait()
         for start in range(0, len(blocks), self._rows):
             yield Batch(start, self._parts(blocks[start : start + self._rows]))
 
     def write(self, blocks: Sequence[BlockId], after: Fence) -> Iterator[Landing]:
+        after.wait()
         for start in range(0, len(blocks), self._rows):
             yield Landing(start, self._parts(blocks[start : start + self._rows]), lambda _: None)
 
@@ -213,11 +227,14 @@ class StagedMover:
     def _copying(self, number: int, after: Fence) -> Iterator[None]:
         """On the side stream, behind the fence; the slot is busy until the copies have ended."""
         if self._stream is None:
+            after.wait()
             yield
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after.event is not None:
+            if isinstance(after.event, torch.cuda.Event):
                 self._stream.wait_event(after.event)
+            else:
+                after.wait()
             try:
                 yield
             finally:

@@ -109,6 +109,40 @@ def test_staged_pages_that_are_not_kept_keep_their_content() -> None:
     assert page(cache, 2) == before
 
 
+class Forward:
+    """Stands for the event behind a forward pass, which gives a page its content."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def synchronize(self) -> None:
+        for part in self._cache.parts(BlockId(6)):
+            part[:] = b"F" * len(part)
+
+
+def test_fault_3_nothing_is_read_before_the_fence_is_reached(
+    make: Callable[[PagedCache], Mover],
+) -> None:
+    cache = cache_of()
+    after = Fence(Forward(cache))
+    [batch] = list(make(cache).read(ids(6), after))
+    assert b"".join(batch.parts[0]) == b"F" * cache.block_bytes
+
+
+def test_nothing_is_written_before_the_fence_is_reached(
+    make: Callable[[PagedCache], Mover],
+) -> None:
+    """Work that was launched earlier may still write to (or read) the page's former content."""
+    cache = cache_of()
+    mover = make(cache)
+    for landing in mover.write(ids(6), Fence(Forward(cache))):
+        for part in landing.parts[0]:
+            part[:] = b"L" * len(part)
+        landing.keep([0])
+    mover.finish()
+    assert page(cache, 6) == b"L" * cache.block_bytes
+
+
 @pytest.mark.parametrize(
     ("dtype", "tail", "wide"),
     [
