@@ -24,7 +24,7 @@ QUIET_TIMEOUT_S = 10.0
 LOOK_AGAIN_S = 0.01
 LAST_WORDS = 2000
 _ADDRESS = re.compile(r"serving on (?P<url>\S+)")
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -99,7 +99,7 @@ async def metrics_of(http: httpx.AsyncClient, url: str) -> dict[str, float]:
     text = (await http.get(f"{url}/metrics")).text
     found: dict[str, float] = {}
     for line in text.splitlines():
-        if match := _SAMPLE.match(line):
+        if match := SAMPLE.match(line):
             found[match["name"]] = found.get(match["name"], 0.0) + float(match["value"])
     return found
 
