@@ -3,8 +3,8 @@
     python -m tests.bench.bench_bulk [--rounds 5] [--mib 64] [--unix]
 
 Sketch: the bytes of a value are copied into the kernel and out of it, and once more in the server;
-at S GB/s of the loopback stream a transfer can't beat S. redis-py adds copies in the client: joining
-the request, and for a reply one per read of 32 KiB and one into the final bytes.
+at S GB/s of the loopback stream a transfer can't beat S. redis-py adds copies in the client:
+joining the request, and for a reply one per read of 32 KiB and one into the final bytes.
 """
 
 from __future__ import annotations

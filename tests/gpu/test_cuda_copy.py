@@ -18,9 +18,10 @@ from store_worker.worker import StoreWorker
 from tests.servers import Server
 from tests.waiting import eventually
 
+NO_DEVICE = not torch.cuda.is_available()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+    pytest.mark.skipif(NO_DEVICE, reason="needs a CUDA device; torch sees none"),
 ]
 
 BLOCKS = 64
