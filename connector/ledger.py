@@ -31,10 +31,11 @@ from connector.ports import BlockPool
 class JobState(Enum):
     """Life of a job. A load starts READY."""
 
+    QUEUED = "queued"  # a save that waits for the commit of the one before it
     PREPARING = "preparing"  # room was asked for
     READY = "ready"  # to be sent with the next step
     SENT = "sent"  # with the workers
-    SAVED = "saved"  # all ranks reported; waits for the jobs before it
+    SAVED = "saved"  # all ranks reported
     COMMITTING = "committing"  # the index was asked
 
 
@@ -115,7 +116,7 @@ class Ledger:
             start=start,
             hashes=tuple(hashes),
             blocks=tuple(blocks),
-            state=JobState.PREPARING if saving else JobState.READY,
+            state=JobState.QUEUED if saving else JobState.READY,
             opened=now,
             ranks_left=self._ranks,
         )

@@ -1,8 +1,9 @@
 """Saves of the scheduler half: plan, prepare, send, commit.
 
-Core module. Owned by the scheduler thread; nothing here waits. A request has a window of jobs,
-in the order of their depth. Each is prepared as soon as its blocks are scheduled to be computed,
-sent one step later (when they are computed), and committed after the jobs before it.
+Core module. Owned by the scheduler thread; nothing here waits. A request has a window of jobs in
+the order of their depth; only the first is on its way, since each one's parent must be listed
+before it can be prepared. A job is prepared as soon as its blocks are scheduled to be computed and
+sent one step later, when they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from connector.meta import JobKind, Placed, SaveMeta
 from connector.tracker import RequestTracker
 
 NO_JOB = JobId(0)
-WINDOW_JOBS_MAX = 8
 RETRY_S = 1.0
 GRANT_MARGIN_S = 15.0
 
@@ -44,17 +44,19 @@ class SaveFlow:
         """Open jobs for what is complete once `tokens` tokens are computed.
 
         Called while the step that computes them is being built: the jobs are sent with a later
-        one. The blocks are held from here on.
+        one. The blocks are held from here on. A running request has one job at a time (what is
+        computed meanwhile becomes the next one); one that ends queues all that is left, since
+        its blocks are lost otherwise.
         """
         context = self._context
         if context.clock.now() < tracker.retry_at:
             return
         complete = planner.complete_depth(tracker, tokens, context.engine)
-        limit = WINDOW_JOBS_MAX if not tracker.finished else 1 << 30
-        while len(tracker.window) < limit:
+        while tracker.finished or not tracker.window:
             piece = planner.next_save(tracker, complete, context.config.blocks_per_job_max)
             if piece is None or not self._open(tracker, *piece):
-                return
+                break
+        self._advance(tracker)
 
     def _open(self, tracker: RequestTracker, start: int, stop: int) -> bool:
         context = self._context
@@ -77,61 +79,71 @@ class SaveFlow:
         now = context.clock.now()
         job = ledger.open(JobKind.SAVE, tracker.id, tracker.namespace, span, now)
         job.parent = tracker.hash_at(start)
-        job.store = tracker.store
+        self._owner[job.id] = tracker
+        tracker.window.append(job)
+        tracker.planned = stop
+        return True
+
+    def _advance(self, tracker: RequestTracker) -> None:
+        """Ask for room for the first job, if it has not been asked for."""
+        if not tracker.window or tracker.window[0].state is not JobState.QUEUED:
+            return
+        context, job = self._context, tracker.window[0]
+        job.state = JobState.PREPARING
         op = PrepareOp(
             job=job.id,
             namespace=job.namespace,
             session=tracker.session,
             generation=tracker.generation,
             parent=job.parent,
-            start=start,
+            start=job.start,
             hashes=job.hashes,
-            object_bytes=engine.object_bytes,
-            ranks=engine.ranks,
+            object_bytes=context.engine.object_bytes,
+            ranks=context.engine.ranks,
             grant_s=context.config.save_deadline_s + GRANT_MARGIN_S,
             new_tokens=tracker.turn_tokens,
             must=tracker.identity.must_save,
         )
         if not context.post(op):
-            ledger.settle(job)
-            return False
-        self._owner[job.id] = tracker
-        tracker.window.append(job)
-        tracker.planned = stop
-        return True
+            self._roll_back(tracker, job)
 
     def prepared(self, reply: PrepareReply) -> None:
         """Room was promised, or not."""
         context = self._context
         job = context.ledger.get(reply.job)
         if job is None:
-            if reply.grant:
-                context.stats.add("grants_orphaned")
+            context.stats.add("grants_orphaned", 1 if reply.grant else 0)
             return
         tracker = self._owner[job.id]
-        if reply.declined is None and not reply.unavailable:
+        if reply.declined is not None or reply.unavailable:
+            self._declined(tracker, job, reply.declined)
+        else:
             job.grant, job.node, job.first = reply.grant, reply.node, reply.first_missing
             job.incarnation, job.store = reply.incarnation, reply.store
             if job.cancelled:
-                self._abort(job)
-                self._finish(tracker)
+                self._end(tracker, job)
             elif job.first == len(job.hashes):
                 context.ledger.release(job)
-                job.state = JobState.SAVED
-                self._commit_ready(tracker)
+                self._commit(tracker, job)
             else:
                 job.state = JobState.READY
                 self._ready.append(job)
+        self._go_on(tracker)
+
+    def _declined(
+        self, tracker: RequestTracker, job: Job, reason: DeclineReason | None
+    ) -> None:
+        self._context.stats.add(
+            "saves_declined", reason=reason.value if reason else "unavailable"
+        )
+        if job.cancelled:
+            self._end(tracker, job)
             return
-        reason = reply.declined.value if reply.declined else "unavailable"
-        context.stats.add("saves_declined", reason=reason)
-        job.state = JobState.SAVED  # nothing is with the workers
         self._roll_back(tracker, job)
-        if reply.declined is DeclineReason.MISSING_PARENT:
+        if reason is DeclineReason.MISSING_PARENT:
             self._lost_parent(tracker)
-        elif reply.declined in (DeclineReason.STALE_GENERATION, DeclineReason.NOT_WORTH):
+        elif reason in (DeclineReason.STALE_GENERATION, DeclineReason.NOT_WORTH):
             tracker.saving = False
-        self._finish(tracker)
 
     # -- send and report ---------------------------------------------------------------------
 
@@ -171,40 +183,32 @@ class SaveFlow:
         context = self._context
         tracker = self._owner[job.id]
         context.stats.observe("save", job.seconds)
-        job.state = JobState.SAVED
         context.ledger.release(job)
         if job.cancelled:
-            self._abort(job)
-            self._commit_ready(tracker)
+            self._end(tracker, job)
         elif job.ok == 0:
             context.stats.add("saves_failed")
             self._roll_back(tracker, job)
         else:
-            self._commit_ready(tracker)
+            self._commit(tracker, job)
+        self._go_on(tracker)
+
+    def _go_on(self, tracker: RequestTracker) -> None:
+        """Something has ended: the next job's turn, or the turn's end."""
+        self._advance(tracker)
         self._finish(tracker)
 
     # -- commit ------------------------------------------------------------------------------
 
-    def _commit_ready(self, tracker: RequestTracker) -> None:
-        """Ask for the commit of every saved job that has only asked-for commits before it."""
-        context = self._context
-        for job in list(tracker.window):
-            if job.state is JobState.COMMITTING:
-                continue
-            if job.state is not JobState.SAVED:
-                return
-            job.state = JobState.COMMITTING
-            reached = job.start + job.first + job.ok
-            last = tracker.finished and job is tracker.window[-1]
-            op = self._commit_op(tracker, job, reached if last else None)
-            if not context.post(op):
-                job.state = JobState.SAVED
-                self._roll_back(tracker, job)
-                return
-            tracker.turn_sent = tracker.turn_sent or last
-            if job.first + job.ok < len(job.hashes):
-                self._roll_back(tracker, job, keep_first=True)
-                return
+    def _commit(self, tracker: RequestTracker, job: Job) -> None:
+        """Ask for the commit of what every rank has saved."""
+        job.state = JobState.COMMITTING
+        reached = job.start + job.first + job.ok
+        last = tracker.finished and (job is tracker.window[-1] or reached < job.depth)
+        if not self._context.post(self._commit_op(tracker, job, reached if last else None)):
+            self._roll_back(tracker, job)
+            return
+        tracker.turn_sent = tracker.turn_sent or last
 
     def _commit_op(self, tracker: RequestTracker, job: Job, end: int | None) -> CommitOp:
         return CommitOp(
@@ -230,36 +234,33 @@ class SaveFlow:
         context = self._context
         job = context.ledger.get(reply.job)
         if job is None:
-            return  # a touch
+            return  # a touch, or a job that was given up meanwhile
         tracker = self._owner[job.id]
         context.stats.add("commits", by=reply.outcome.value if reply.outcome else "unavailable")
+        reached = job.start + job.first + job.ok
         if reply.outcome is CommitOutcome.OK:
-            reached = job.start + job.first + job.ok
             tracker.committed = max(tracker.committed, reached)
-            tokens = job.ok * context.engine.tokens_per_block
-            context.stats.add("tokens_saved", tokens)
-            self._remove(tracker, job)
+            context.stats.add("tokens_saved", job.ok * context.engine.tokens_per_block)
+            if reached < job.depth:
+                self._roll_back(tracker, job, reached)
+            else:
+                self._end(tracker, job)
         else:
-            job.state = JobState.SAVED
-            self._roll_back(tracker, job, tell_index=False)
+            self._roll_back(tracker, job)
             if reply.outcome is CommitOutcome.STALE_GENERATION:
                 tracker.saving = False
             elif reply.outcome is CommitOutcome.MISSING_PARENT:
                 self._lost_parent(tracker)
-        self._finish(tracker)
+        self._go_on(tracker)
 
     # -- the ways out ------------------------------------------------------------------------
 
-    def _remove(self, tracker: RequestTracker, job: Job) -> None:
-        if job in tracker.window:
-            tracker.window.remove(job)
-        self._owner.pop(job.id, None)
+    def _end(self, tracker: RequestTracker, job: Job) -> None:
+        """The job is over. If it still has a grant of which nothing was committed, give it back."""
+        tracker.window.remove(job)
+        self._owner.pop(job.id)
         self._context.ledger.settle(job)
-
-    def _abort(self, job: Job) -> None:
-        """Give a cancelled job's grant back; nothing of it becomes visible."""
-        tracker = self._owner[job.id]
-        if job.grant:
+        if job.grant and job.state is not JobState.COMMITTING:
             self._context.post(
                 AbortOp(
                     job=job.id,
@@ -270,32 +271,22 @@ class SaveFlow:
                     ranks=self._context.engine.ranks,
                 )
             )
-        self._remove(tracker, job)
 
-    def _roll_back(
-        self,
-        tracker: RequestTracker,
-        job: Job,
-        keep_first: bool = False,
-        tell_index: bool = True,
-    ) -> None:
-        """This job and those after it can't be committed: plan again from here, a little later.
+    def _roll_back(self, tracker: RequestTracker, job: Job, depth: int | None = None) -> None:
+        """The chain ends at `depth` (the job's start) for now: plan again from there, later.
 
-        Jobs that are with the index or the workers end when those answer; their blocks stay held
-        until then.
+        What waits behind the job is given up with it. A job that is with the index or the workers
+        ends when they answer; its blocks stay held until then.
         """
-        at = tracker.window.index(job) + (1 if keep_first else 0)
-        reached = job.start + job.first + job.ok if keep_first else job.start
-        tracker.planned = min(tracker.planned, reached)
+        tracker.planned = job.start if depth is None else depth
         tracker.retry_at = self._context.clock.now() + RETRY_S
-        for later in tracker.window[at:]:
-            if later.state is JobState.COMMITTING:
-                continue
-            later.cancelled = True
-            if later.state is JobState.READY or (later.state is JobState.SAVED and tell_index):
-                self._abort(later)
-            elif later.state is JobState.SAVED:
-                self._remove(tracker, later)
+        for later in tracker.window[::-1]:
+            if later.state is JobState.QUEUED:
+                self._end(tracker, later)
+        if job.state is JobState.SENT and job.ranks_left:
+            job.cancelled = True
+        else:
+            self._end(tracker, job)
 
     def _lost_parent(self, tracker: RequestTracker) -> None:
         """The chain below was evicted. Once: look where it ends now and go on from there."""
@@ -321,7 +312,7 @@ class SaveFlow:
         tracker.retry_at = 0.0
         if tracker.loading is None:
             self.plan(tracker, tokens)
-        self._finish(tracker)
+        self._go_on(tracker)
 
     def _finish(self, tracker: RequestTracker) -> None:
         """Once nothing is open any more: remember where the turn ended."""
@@ -355,10 +346,17 @@ class SaveFlow:
             )
 
     def cancel(self, tracker: RequestTracker) -> None:
-        """Stop saving this request; what is open ends without becoming visible."""
+        """Stop saving this request; what is open ends without becoming visible.
+
+        A commit that is already asked for is left to the index, which knows whether the session's
+        generation is over.
+        """
         tracker.saving = False
-        if tracker.window:
-            self._roll_back(tracker, tracker.window[0])
+        for job in tracker.window[::-1]:
+            if job.state in (JobState.QUEUED, JobState.READY):
+                self._end(tracker, job)
+            elif job.state is not JobState.COMMITTING:
+                job.cancelled = True
 
     def drop_holds(self) -> None:
         """The engine empties its cache: let go of every block. What the workers are reading may be

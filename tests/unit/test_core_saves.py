@@ -55,7 +55,7 @@ def test_a_hash_alone_proves_nothing() -> None:
     kit.arrive(r)
     kit.hit(0)
     kit.step(r, 0, 7)
-    assert kit.index.take(PrepareOp).hashes == tuple(r.block_hashes[:1])
+    assert kit.saved(r) == r.block_hashes[:1]
     r.num_tokens = 8  # sampled, not computed: the second hash is there, its block is not
     kit.step(r, 7, 0)
     assert not kit.index.has(PrepareOp)
@@ -70,8 +70,20 @@ def test_chunked_prefill_saves_every_block() -> None:
     saved: list[bytes] = []
     for computed, tokens in ((0, 12), (12, 12), (24, 16)):
         kit.step(r, computed, tokens)
-        saved += kit.grant().hashes
+        saved += kit.saved(r)
     assert saved == r.block_hashes[:10]
+
+
+def test_what_is_computed_during_a_save_becomes_the_next_one() -> None:
+    kit, r = Kit(), request(40)
+    kit.arrive(r)
+    kit.hit(0)
+    for computed, tokens in ((0, 12), (12, 12), (24, 16)):
+        kit.step(r, computed, tokens)
+    assert kit.saved(r) == r.block_hashes[:3]
+    r.num_tokens = 41
+    kit.step(r, 40, 1)
+    assert kit.saved(r) == r.block_hashes[3:10]
 
 
 def test_what_is_stored_already_is_neither_sent_nor_held() -> None:
@@ -96,38 +108,52 @@ def test_a_save_of_nothing_moves_the_hold_only() -> None:
     assert kit.commit().saved == 0
 
 
-def test_jobs_are_committed_in_order_of_depth() -> None:
-    kit, r = Kit(), request(40)
+def ended(kit: Kit) -> FakeRequest:
+    """A request of ten blocks that ends with its first step: two jobs are left to save."""
+    r = request(41)
     kit.arrive(r)
     kit.hit(0)
-    kit.step(r, 0, 20)
-    kit.grant()
-    _, (first,) = kit.step(r, 20, 20)
-    kit.grant()
+    kit.step(r, 0, 0)
+    kit.finish(r, 40)
+    assert len(kit.pool.refs) == 10
+    return r
+
+
+def test_what_is_left_at_the_end_is_held_and_committed_in_order_of_depth() -> None:
+    kit = Kit(blocks_per_job_max=5)
+    r = ended(kit)
+    assert kit.grant().start == 0
+    assert not kit.index.has(PrepareOp)
+    _, (first,) = kit.step()
+    kit.report(first)
+    assert len(kit.pool.refs) == 5
+    commit = kit.commit()
+    assert (commit.start, commit.turn_end) == (0, None)
+    kit.core.poll()
+    assert kit.grant().parent == r.block_hashes[4]
     _, (second,) = kit.step()
     kit.report(second)
+    last = kit.commit()
+    assert last.start == 5
+    assert last.turn_end is not None
+    kit.core.poll()
+    assert kit.idle()
     assert not kit.index.has(CommitOp)
-    kit.report(first)
-    assert kit.commit().start == 0
-    assert kit.commit().start == 5
 
 
 def test_a_block_that_failed_on_any_rank_ends_what_is_committed() -> None:
-    kit, r = Kit(ranks=2), request(40)
-    kit.arrive(r)
-    kit.hit(0)
-    kit.step(r, 0, 20)
+    kit = Kit(ranks=2, blocks_per_job_max=5)
+    ended(kit)
     kit.grant()
-    _, (first,) = kit.step(r, 20, 20)
-    kit.grant()
-    _, (second,) = kit.step()
-    kit.report(second)
+    _, (first,) = kit.step()
     kit.report(first, rank=0)
     kit.report(first, {3: BlockOutcome.FAILED}, rank=1)
-    assert kit.commit().saved == 3
-    assert kit.index.take(AbortOp).hashes == second.hashes
+    commit = kit.commit()
+    assert commit.saved == 3
+    assert commit.turn_end is not None
+    assert [b.depth for b in commit.turn_end.boundaries] == [3, 2]
     kit.core.poll()
-    assert not kit.index.has(CommitOp)
+    assert not kit.index.has(PrepareOp)
     assert kit.idle()
 
 
@@ -192,6 +218,7 @@ def test_a_turn_ends_with_the_boundaries_of_prompt_and_reply() -> None:
     _, (save,) = kit.step()
     kit.report(save)
     kit.commit()
+    kit.core.poll()
     r.num_tokens = 26  # 13 generated; the last has no KV
     kit.finish(r, 25)
     kit.grant()
