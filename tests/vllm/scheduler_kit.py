@@ -233,9 +233,10 @@ class Engine:
         self.seen: list[Any] = []
         self.outputs: list[KVConnectorOutput] = []
         self.stats: dict[str, float] = {}
+        self.tables: dict[str, set[int]] = {}
         self.steps = 0
         self._ahead = steps_ahead
-        self._in_flight: deque[Step] = deque(maxlen=4)
+        self.in_flight: deque[Step] = deque(maxlen=4)
 
     def __enter__(self) -> Engine:
         return self
@@ -304,26 +305,31 @@ class Engine:
 
     def step(self) -> None:
         """What vLLM's engine core does in one turn of its loop; nothing if there is no work."""
-        if len(self._in_flight) > self._ahead or not self.scheduler.has_requests():
+        if len(self.in_flight) > self._ahead or not self.scheduler.has_requests():
             self.finish_step()
             return
         self.begin_step()
-        if len(self._in_flight) > self._ahead:
+        if len(self.in_flight) > self._ahead:
             self.finish_step()
 
     def begin_step(self) -> SchedulerOutput:
         """Schedule one step and run it on the worker; its output stays in flight."""
-        output = self.scheduler.schedule()
-        step = Step(output)
-        self._in_flight.append(step)
+        step = Step(self.scheduler.schedule())
+        self.in_flight.append(step)
         self.execute(step)
-        return output
+        return step.output
+
+    def run(self, step: Step) -> None:
+        """Run a step that the test has scheduled, and hand its output over."""
+        self.in_flight.append(step)
+        self.execute(step)
+        self.finish_step()
 
     def finish_step(self) -> None:
         """Hand the oldest step's output to the scheduler."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         assert step.result is not None
         outputs = self.scheduler.update_from_output(step.output, step.result)
         self.steps += 1
@@ -336,6 +342,9 @@ class Engine:
         """The worker's part of a step, in the order of vLLM's model runner."""
         output = step.output
         self.model.take(output)
+        for request_id in output.num_scheduled_tokens:
+            table = self.model.rows[request_id].blocks
+            self.tables.setdefault(request_id, set()).update(table)
         connector_output = None
         if self.worker is not None:
             meta = pickle.loads(pickle.dumps(output.kv_connector_metadata))
@@ -405,7 +414,7 @@ class Engine:
     def run_all(self) -> None:
         """Step until every request has ended and the connector asks for no more steps."""
         self.run_until(
-            lambda: not self._in_flight and not self.scheduler.has_requests(), "an idle engine"
+            lambda: not self.in_flight and not self.scheduler.has_requests(), "an idle engine"
         )
         late = self.connector and self.connector.get_kv_connector_stats()
         if late is not None:  # what was counted behind the last step
