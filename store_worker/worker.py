@@ -225,11 +225,6 @@ class StoreWorker:
         seconds = self._clock.now() - ticket.received
         self.end(ticket, result_of(ticket, codes, self._rank, self._cache.block_bytes, seconds), {})
 
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-
 class _JobTask:
     """A job as a pool's task."""
 
@@ -237,13 +232,9 @@ class _JobTask:
         self._ticket, self._worker = ticket, worker
 
     def run(self, state: IoState) -> None:
-        ticket, worker = self._ticket, self._worker
-        if worker.clock.now() >= ticket.end:
-            worker.end_all(ticket, BlockOutcome.TIMED_OUT)
-            return
-        run = run_save if ticket.kind is JobKind.SAVE else run_load
-        result = run(ticket, state.context)
-        worker.end(ticket, result, state.connections.drain_counters())
+        run = run_save if self._ticket.kind is JobKind.SAVE else run_load
+        result = run(self._ticket, state.context)
+        self._worker.end(self._ticket, result, state.connections.drain_counters())
 
     def failed(self, error: BaseException) -> None:
         self._worker.end_all(self._ticket, BlockOutcome.FAILED)

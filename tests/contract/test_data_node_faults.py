@@ -88,6 +88,21 @@ def test_blocks_before_a_broken_connection_count() -> None:
         assert node.drain_counters()["connections_dropped{why=StoreUnavailable}"] == 1
 
 
+def test_answers_before_a_connection_that_broke_while_sending_count() -> None:
+    asked = []
+
+    def two_then_gone(conn: socket.socket, args: list[bytes]) -> bool:
+        asked.append(args[1])
+        conn.sendall(b"+OK\r\n")
+        return len(asked) < 2
+
+    with ScriptedServer(two_then_gone) as server:
+        node = connector_to(server.url, CLOCK)()
+        items = put_items(20, [1 << 20])
+        assert node.put(items, TTL_MS, soon()) == [OK] * 2 + [FAILED] * 18
+        assert asked == [item.key for item in items[:2]]
+
+
 @pytest.mark.parametrize(
     "noise",
     [b"?\r\n", b":5\r\n", b"*1\r\n$2\r\nab\r\n", b"$abc\r\n", b"$99999999999\r\n", b"+OK\r\n",
