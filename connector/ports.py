@@ -7,7 +7,7 @@ returns at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from connector.ids import BlockId
@@ -26,6 +26,9 @@ class LookupPort(Protocol):
 
     def pending(self) -> int:
         """Operations posted and not yet polled."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Levels of the whole store, as last seen; names as in `stats`, without `gauge:`."""
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread; what is queued is dropped after `timeout_s`."""

@@ -35,7 +35,7 @@ from connector.planner import Engine
 from connector.ports import BlockPool, LookupPort
 from connector.saves import SaveFlow
 from connector.session import resolve_session_id
-from connector.stats import Data, Stats, merge
+from connector.stats import GAUGE, Data, Stats, merge
 from connector.tracker import Identity, RequestLike, RequestTracker
 
 PREFILL_TOKENS_MIN = 64
@@ -89,6 +89,7 @@ class ConnectorScheduler:
         self._step_tokens = 0
         self._renew_at = 0.0
         self._worker_counters: Data = {}
+        self._gauges: Mapping[str, float] = {}
 
     @property
     def namespace(self) -> Namespace:
@@ -319,7 +320,12 @@ class ConnectorScheduler:
     def take_stats(self) -> Data:
         """Counters since the last call: this half's, and the workers' reports'."""
         data, self._worker_counters = self._worker_counters, {}
-        return merge(data, self._context.stats.drain())
+        merge(data, self._context.stats.drain())
+        gauges = self._context.index.gauges()
+        if gauges is not self._gauges:
+            self._gauges = gauges
+            merge(data, {GAUGE + name: value for name, value in gauges.items()})
+        return data
 
     def open_jobs(self) -> int:
         """Jobs that have not ended."""

@@ -12,7 +12,10 @@ LATENCY_EDGES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 """Upper edges of the latency histograms' bins, in seconds; one more bin lies above the last."""
 
 Data = dict[str, int | float]
-"""Flat: a counter's name, optionally with one label as `name{label=value}`, to its increase."""
+"""Flat: a counter's name, optionally with one label as `name{label=value}`, to its increase. A name
+that begins with `gauge:` is a level instead: the last value counts."""
+
+GAUGE = "gauge:"
 
 
 class Stats:
@@ -48,9 +51,9 @@ class Stats:
 
 
 def merge(into: Data, more: Mapping[str, int | float]) -> Data:
-    """Add `more` to `into`, which is returned."""
+    """Add `more` to `into`, which is returned; levels are replaced."""
     for key, value in more.items():
-        into[key] = into.get(key, 0) + value
+        into[key] = value if key.startswith(GAUGE) else into.get(key, 0) + value
     return into
 
 

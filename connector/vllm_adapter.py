@@ -37,7 +37,7 @@ from connector.ids import BlockId, RequestId
 from connector.meta import BlockOutcome, JobKind, StepMeta, WorkerReport
 from connector.planner import Engine
 from connector.scheduler import ConnectorScheduler, Said, Scheduled
-from connector.stats import Data, merge, split_key
+from connector.stats import GAUGE, Data, merge, split_key
 from connector.vllm_facts import check_supported, namespace_spec, payload_bytes
 from store_worker.assemble import SchedulerSide, object_bytes, open_scheduler_side, open_worker_side
 from store_worker.worker import StoreWorker
@@ -98,26 +98,35 @@ class SessionKVStats(KVConnectorStats):
 
 
 class SessionKVPromMetrics(KVConnectorPromMetrics):
-    """Counters on vLLM's /metrics, made when first seen; one label besides vLLM's own at most."""
+    """Counters and gauges on vLLM's /metrics, made when first seen; one label besides vLLM's own at
+    most. Never raises: a metric is not worth a request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._counters: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():
             name, label, label_value = split_key(key)
-            if value <= 0:
-                continue
-            if name not in self._counters:
-                labels = [*self._labelnames, label] if label else self._labelnames
-                self._counters[name] = self._counter_cls(
-                    name=METRIC_PREFIX + name,
-                    documentation=f"Session KV connector: {name.replace('_', ' ')}.",
-                    labelnames=labels,
-                )
             values = [*self.per_engine_labelvalues[engine_idx], *([label_value] if label else [])]
-            self._counters[name].labels(*values).inc(value)
+            try:
+                if name.startswith(GAUGE):
+                    self._metric(name, label).labels(*values).set(value)
+                elif value > 0:
+                    self._metric(name, label).labels(*values).inc(value)
+            except ValueError as error:
+                logger.debug("metric %s: %s", name, error)
+
+    def _metric(self, name: str, label: str) -> Any:
+        if name not in self._metrics:
+            make = self._gauge_cls if name.startswith(GAUGE) else self._counter_cls
+            plain = name.removeprefix(GAUGE)
+            self._metrics[name] = make(
+                name=METRIC_PREFIX + plain,
+                documentation=f"Session KV connector: {plain.replace('_', ' ')}.",
+                labelnames=[*self._labelnames, label] if label else self._labelnames,
+            )
+        return self._metrics[name]
 
 
 class _Pool:

@@ -90,6 +90,7 @@ def open_scheduler_side(
                 clock=clock,
                 object_bytes=object_bytes,
                 tell_identity=client.tell_identity,
+                tell_gauges=client.tell_gauges,
             ),
             tasks_max=JANITOR_TASKS_MAX,
             bytes_max=1 << 62,

@@ -139,6 +139,9 @@ class SessionIndex(Protocol):
         """Counters since the index began, and gauges: `sessions`, `open_sessions` (holding
         blocks), `leases` (leased leaves), `runs`, `blocks`, `grants`."""
 
+    def lead(self, owner: str, ttl_s: float, now_ms: int = 0) -> bool:
+        """True if `owner` is the elected engine for the next `ttl_s`: nobody else is, or it was."""
+
     def set_scores(self, table: ScoreTable) -> None:
         """Put a policy's table in force. Leaves keep the class of their last use; tables of
         another number of classes are refused while leaves are listed (ValueError)."""

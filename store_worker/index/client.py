@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from connector.clock import Clock
@@ -45,7 +45,6 @@ from connector.lookup import (
     IndexOp,
     IndexReply,
     LookupOp,
-    LookupOutcome,
     LookupReply,
     PrepareOp,
     PrepareReply,
@@ -56,10 +55,13 @@ from store_worker import placement
 from store_worker.executor import Loop, Pool
 from store_worker.index import janitor, search
 from store_worker.index.base import SessionIndex
+from store_worker.index.failures import failure
+from store_worker.index.keeper import Keeper
 
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
+FIT_EVERY_CHECKS = 10
 TIP_POLL_S = 0.005
 DOWN_S = 0.25
 ROOM_TRIES = 4
@@ -96,10 +98,13 @@ class IndexClient:
         self._open = 0  # posted and not polled; scheduler thread
         self._stopping = False  # guarded by _wake
         self._identity: IndexIdentity | None = None  # replaced whole, never changed
+        self._gauges: Mapping[str, float] = {}  # replaced whole, never changed
         self._ready = threading.Event()
         self._down_until = 0.0
         self._check_at = 0.0
         self._tips: list[Pending] = []
+        self._fit_turns = 0
+        self._keeper = Keeper(config.policy)
         self._pool = pool(self)
         self._loop = Loop("session-index", self._run)
 
@@ -131,6 +136,10 @@ class IndexClient:
         """See LookupPort."""
         return self._open
 
+    def gauges(self) -> Mapping[str, float]:
+        """See LookupPort."""
+        return self._gauges
+
     def close(self, timeout_s: float) -> None:
         """See LookupPort."""
         with self._wake:
@@ -147,6 +156,10 @@ class IndexClient:
         """The janitor has seen the index (its thread)."""
         self._identity = identity
         self._ready.set()
+
+    def tell_gauges(self, gauges: Mapping[str, float]) -> None:
+        """The janitor has looked at the whole store (its thread)."""
+        self._gauges = gauges
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -171,7 +184,11 @@ class IndexClient:
         now = self._clock.now()
         if now >= self._check_at:
             self._check_at = now + CHECK_EVERY_S
-            self._pool.submit(janitor.CheckNodes(done=None))
+            self._pool.submit(janitor.CheckNodes())
+            if self._fit_turns <= 0:
+                self._fit_turns = FIT_EVERY_CHECKS
+                self._pool.submit(self._keeper)
+            self._fit_turns -= 1
         if self._tips:
             waiting, self._tips = self._tips, []
             for item in waiting:
@@ -375,26 +392,3 @@ class IndexClient:
             return False
         store = self._seen().incarnation
         return self._pool.submit(janitor.Delete(store, victims, then))
-
-
-def failure(op: IndexOp, seconds: float) -> IndexReply:
-    """The reply of an operation that the index could not be asked."""
-    match op:
-        case LookupOp():
-            return LookupReply(
-                ticket=op.ticket,
-                request=op.request,
-                outcome=LookupOutcome.UNAVAILABLE,
-                seconds=seconds,
-            )
-        case PrepareOp():
-            return PrepareReply(job=op.job, unavailable=True)
-        case CommitOp():
-            return CommitReply(job=op.job, outcome=None)
-        case CloseOp():
-            return CloseReply(session_id=op.session_id, ok=False)
-        case HintOp():
-            return HintReply(kind=op.kind, outcome="rejected", why="the index is unreachable")
-    return DoneReply(op=type(op).__name__, ok=False)
-
-

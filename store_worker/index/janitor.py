@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.clock import Clock
@@ -43,6 +43,7 @@ class Desk:
     clock: Clock
     object_bytes: int
     tell_identity: Callable[[IndexIdentity], None]
+    tell_gauges: Callable[[Mapping[str, float]], None] = lambda gauges: None
 
     def interrupt(self) -> None:
         """Break whatever call is stuck."""

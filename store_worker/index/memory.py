@@ -156,7 +156,8 @@ class MemoryIndex:
         op = self._op(now_ms)
         room.expire(op)
         sessions.tidy(op)
-        room.sweep(op, L.BLOCKS_MAX)
+        room.sweep_free(op)
+        room.sweep_dead(op)
         known = self.state.nodes.get(node)
         if known is not None:
             room.reissue(op, known, L.BLOCKS_MAX)
@@ -229,6 +230,15 @@ class MemoryIndex:
     def stats(self) -> Mapping[str, int]:
         """See SessionIndex."""
         return views.stats(self.state)
+
+    def lead(self, owner: str, ttl_s: float, now_ms: int = 0) -> bool:
+        """See SessionIndex."""
+        op = self._op(now_ms)
+        leader, until_ms = op.s.leader
+        if leader != owner and op.now < until_ms:
+            return False
+        op.s.leader = owner, op.now + round(ttl_s * 1000)
+        return True
 
     def set_scores(self, table: ScoreTable) -> None:
         """See SessionIndex."""

@@ -321,6 +321,7 @@ class State:
     described: dict[bytes, tuple[str, int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     table: ScoreTable = LRU_TABLE
+    leader: tuple[str, int] = ("", 0)
     by_idx: list[Node] = field(default_factory=list)
 
     def count(self, name: str, more: int = 1) -> None:

@@ -20,10 +20,11 @@ Path = list[tuple[Run, int]]
 
 @dataclass(slots=True)
 class Op:
-    """One call."""
+    """One call. budget: how many blocks it may still remove; a run costs a little more."""
 
     s: State
     now: int
+    budget: int = L.BLOCKS_MAX
     victims: list[Victim] = field(default_factory=list)
 
 
@@ -233,6 +234,7 @@ def trim(op: Op, run: Run, stop: int) -> None:
             if copy.upto >= depth:
                 node.copies -= run.block_bytes
                 bury(op, node, run.ns, block, of)
+    op.budget -= run.stop - stop + L.RUN_COST
     run.stop = stop
     _cap_copies(op, run)
     run.leases = [m for m in run.leases if m.depth <= stop]
@@ -317,6 +319,7 @@ def split(op: Op, run: Run, at: int) -> tuple[Run, Run]:
         s.last_run, run.ns, run.parent, run.start, at, run.node, run.epoch, run.ranks,
         run.block_bytes, run.hashes[:k], free=run.free,
     )  # fmt: skip
+    s.runs[other.id] = other
     place = s.place(run.node, run.epoch)
     place.runs.add(other.id, place.runs.score(run.id) or 0)
     parent = find(op, run.ns, run.parent) if run.parent else None
@@ -369,13 +372,11 @@ def _share_out(op: Op, run: Run, other: Run, at: int) -> None:
 
 def _share_copies(op: Op, parts: tuple[Run, Run], copies: list[Copy], at: int) -> None:
     upper, lower = parts
+    copies = [c for c in copies if current(op, c.node, c.epoch)]
     upper.copies = [c._replace(upto=min(c.upto, at)) for c in copies]
     lower.copies = [c for c in copies if c.upto > at]
     for copy in copies:
-        place = op.s.places.get((copy.node, copy.epoch))
-        if place is None:
-            continue
-        copied = place.copied
+        copied = op.s.place(copy.node, copy.epoch).copied
         since = max(copied.score(upper.id) or 0, copied.score(lower.id) or 0)
         copied.add(upper.id, since)
         if copy.upto > at:

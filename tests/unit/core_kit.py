@@ -91,6 +91,9 @@ class FakeIndex:
     def pending(self) -> int:
         return self.due
 
+    def gauges(self) -> dict[str, float]:
+        return {}
+
     def close(self, timeout_s: float) -> None:
         """Nothing to stop."""
 

@@ -84,6 +84,7 @@ class Client:
             clock=self.clock,
             object_bytes=OBJECT_BYTES,
             tell_identity=client.tell_identity,
+            tell_gauges=client.tell_gauges,
         )
 
     def ask(self, op: IndexOp) -> Any:
