@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -56,6 +57,7 @@ def _add_serve(subparsers: Any) -> None:
     engine.add_argument("--async-scheduling", action="store_true")
 
 
+ENGINE_LOG_LEVEL = "SESSION_KV_LOG_LEVEL"  # what the engine's own process reads
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # (flag, default, help); a default of None leaves EngineConfig's.
 ENGINE_NUMBERS: tuple[tuple[str, int | None, str], ...] = (
@@ -135,6 +137,7 @@ def run_serve(args: argparse.Namespace) -> int:
         log_level=args.log_level,
     )
     _log(args.log_level)
+    os.environ[ENGINE_LOG_LEVEL] = args.log_level
     try:
         return asyncio.run(serve(config, options, lambda where: _say(f"serving on {where}")))
     except (EngineDead, EngineTimeout) as error:
@@ -189,7 +192,7 @@ def run_proxy(args: argparse.Namespace) -> int:
     async def main() -> int:
         store = None
         if args.store is not None:
-            from engine_shim.wiring import open_proxy_store
+            from engine_shim.proxy_store import open_proxy_store
 
             store = open_proxy_store(args.store, args.tenant)
         return await serve_proxy(options, lambda where: _say(f"serving on {where}"), store)

@@ -34,6 +34,7 @@ from store_worker.worker import StoreWorker
 if TYPE_CHECKING:
     import torch
 
+
 NAME = "SessionKVConnector"
 CLOSE_TIMEOUT_S = 5.0
 FLAG_KEYS = ("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy")

@@ -18,7 +18,7 @@ LEAF = frozenset(f"connector.{name}" for name in LEAF_NAMES.split())
 ADAPTER = "connector.vllm_adapter"
 # Composition roots: the only modules that see both the connector's core and the store. The adapter
 # is in parts (connector/vllm_*.py), of which it alone imports vllm.
-ROOTS = frozenset({ADAPTER, "engine_shim.wiring"})
+ROOTS = frozenset({ADAPTER, "engine_shim.wiring", "engine_shim.proxy_store"})
 ADAPTER_PARTS = "connector.vllm_"
 # Not core: the package itself, what vLLM's plugin loader calls, and the adapter's parts.
 CONNECTOR_EDGE = frozenset({"connector", "connector.plugin"})
