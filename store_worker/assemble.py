@@ -1,7 +1,7 @@
 """Puts the parts of an engine's store together: what both composition roots need.
 
-The scheduler process gets an index client with its janitor, each worker rank a `StoreWorker`. Both
-are given the same config; `embedded` is resolved here, by starting or joining the two local servers.
+The scheduler process gets an index client with its janitor, each rank a `StoreWorker`. Both
+are given the same config; `embedded` is resolved here, by starting or joining the two servers.
 """
 
 from __future__ import annotations
