@@ -12,12 +12,15 @@ scores strictly more.
 
 from __future__ import annotations
 
+import importlib
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+
+from connector.errors import ConfigError
 
 TIMES_MIN = (1, 2, 4, 7)
 TOKENS_MIN = (0, 2048, 8192, 32768)
@@ -299,7 +302,18 @@ def _gittins(edges: Sequence[int], hazards: Sequence[float]) -> tuple[float, ...
     return tuple(scores)
 
 
-POLICIES: dict[str, type[LruPolicy] | type[ReturnPolicy]] = {
-    "lru": LruPolicy,
-    "return": ReturnPolicy,
-}
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": LruPolicy, "return": ReturnPolicy}
+
+
+def make_policy(name: str) -> Policy:
+    """A policy by its name, or, as `module:Class`, one of somebody else's; it is called without
+    arguments. Raises ConfigError."""
+    if name in POLICIES:
+        return POLICIES[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        made: Policy = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        known = f"{', '.join(POLICIES)} or module:Class"
+        raise ConfigError("policy", name, known, str(error)) from error
+    return made
