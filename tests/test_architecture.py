@@ -105,6 +105,8 @@ BAD: tuple[tuple[str, str, str], ...] = (
     ("parameters", "connector/a.py", "def f(a, b, c, /, d, *, e, f, g): ..."),
     ("parameters", "connector/a.py", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
     ("line-chars", "connector/a.py", "x = '" + "y" * 95 + "'"),
+    ("line-chars", "connector/a.py", "x = '" + "y" * 95 + "'  # type: ignore[arg-type]"),
+    ("line-chars", "connector/a.py", "x = 1  # type: ignore " + "y" * 95 + " # so"),
     ("queue", "store_worker/a.py", "import queue\nq = queue.Queue()"),
     ("queue", "store_worker/a.py", "import queue\nq = queue.Queue(maxsize=0)"),
     ("queue", "store_worker/a.py", "from queue import PriorityQueue as Q\nq = Q()"),
@@ -156,6 +158,7 @@ GOOD: tuple[tuple[str, str], ...] = (
     ("store_worker/_private.py", "x = 1"),
     ("store_worker/backends/__init__.py", ""),
     ("connector/a.py", "def f():\n" + "    x = 1\n" * 59),
+    ("connector/a.py", "x = '" + "y" * 90 + "'  # type: ignore[arg-type]"),
     ("connector/a.py", "class A:\n    def f(self, a, b, c, d, e, f): ..."),
     ("connector/a.py", '"""Doc."""\n' + "x = 1\n" * 390),
 )
