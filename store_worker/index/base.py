@@ -41,7 +41,9 @@ class SessionIndex(Protocol):
     def identity(self) -> IndexIdentity:
         """The index's incarnation and secret, made once by set-if-absent."""
 
-    def register_node(self, node: NodeId, incarnation: bytes, capacity_bytes: int) -> None:
+    def register_node(
+        self, node: NodeId, incarnation: bytes, capacity_bytes: int, now_ms: int = 0
+    ) -> None:
         """Say that a node is up with this incarnation; another incarnation makes its old runs
         dead. capacity_bytes 0: the node evicts by itself and is not accounted for. Cheap and
         repeatable: after a lost index, `prepare` says NO_NODE until nodes are registered again."""
@@ -49,7 +51,7 @@ class SessionIndex(Protocol):
     def set_charge(self, node: NodeId, object_bytes: int, charged_bytes: int) -> None:
         """What the node's server really uses for an object of that size (MEMORY USAGE)."""
 
-    def node_down(self, node: NodeId) -> None:
+    def node_down(self, node: NodeId, now_ms: int = 0) -> None:
         """New blocks avoid the node; its runs stay listed for its return, ten minutes at least."""
 
     def drain(self, node: NodeId, on: bool = True) -> None:
@@ -114,7 +116,7 @@ class SessionIndex(Protocol):
         minute they are swept from the leaves. At most 128 hashes in 8 runs; more is left for the
         next load to find. Returns what must be deleted."""
 
-    def awaited(self, namespace: Namespace, tip: BlockHash) -> bool:
+    def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:
         """Is it worth waiting for this tip: neither listed nor abandoned?"""
 
     def abandon(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> None:

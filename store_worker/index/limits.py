@@ -4,6 +4,8 @@ from __future__ import annotations
 
 BLOCKS_MAX = 128
 """Hashes of one call, blocks of one run, blocks that one call frees."""
+RUN_COST = 2
+"""What touching a run counts in the budget of blocks that one call may remove."""
 CANDIDATES_MAX = 16
 SLICES_MAX = 64
 """Slices of one `acquire`: neighbouring runs on one node are one slice."""
@@ -47,7 +49,7 @@ WAKE_PER_CALL = 64
 ENDED_PER_CLOSE = 4
 SWEEP_STEPS = 16
 DEAD_PER_CALL = 8
-FORGET_RUNS_MAX = 8
+FORGET_RUNS_MAX = 4
 
 COPY_BLOCKS_PER_COMMIT = 16
 COPY_ROOM_MS = 60_000
@@ -66,7 +68,8 @@ LEVEL_NORMAL = 2
 LEVEL_PINNED = 6
 PIN_TTL_MAX_S = 24 * 3600
 GRANT_TTL_MAX_S = 600
-NEVER_MS = 1 << 52
+NEVER_MS = 90_000_000_000_000
+"""Scripts turn numbers into text with 14 digits."""
 
 FORMAT = 1
 """Of the keys and records in the server: an index of another format is refused."""

@@ -25,9 +25,8 @@ def close(op: Op, session: bytes, resume: bool) -> Closed:
         s.generation = max(s.generation, token) + 1
         _end_generation(op, session)
         for run_id in _let_go(op, session):
-            run = s.runs.get(run_id)
-            blocks += room.free_up(op, run, L.BLOCKS_MAX - blocks)
-    blocks += room.sweep_free(op, L.BLOCKS_MAX - blocks)
+            blocks += room.free_up(op, s.runs.get(run_id))
+    blocks += room.sweep_free(op)
     s.count("closed_blocks", blocks)
     return Closed(blocks, tuple(op.victims), room.free_left(op))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from connector.clock import Clock, SystemClock
 from connector.ids import BlockHash, Generation, GrantId, Namespace, NodeId, SessionKey
@@ -64,9 +65,11 @@ class MemoryIndex:
         """See SessionIndex."""
         return IndexIdentity(self.state.incarnation, self.state.secret)
 
-    def register_node(self, node: NodeId, incarnation: bytes, capacity_bytes: int) -> None:
+    def register_node(
+        self, node: NodeId, incarnation: bytes, capacity_bytes: int, now_ms: int = 0
+    ) -> None:
         """See SessionIndex."""
-        losses.register(self._op(0), node, incarnation, capacity_bytes)
+        losses.register(self._op(now_ms), node, incarnation, capacity_bytes)
 
     def set_charge(self, node: NodeId, object_bytes: int, charged_bytes: int) -> None:
         """See SessionIndex."""
@@ -74,9 +77,9 @@ class MemoryIndex:
         if known is not None:
             known.charges[object_bytes] = charged_bytes
 
-    def node_down(self, node: NodeId) -> None:
+    def node_down(self, node: NodeId, now_ms: int = 0) -> None:
         """See SessionIndex."""
-        losses.down(self._op(0), node)
+        losses.down(self._op(now_ms), node)
 
     def drain(self, node: NodeId, on: bool = True) -> None:
         """See SessionIndex."""
@@ -187,9 +190,9 @@ class MemoryIndex:
         """See SessionIndex."""
         return sessions.pin(self._op(now_ms), session, ttl_s, self._options) if session else 0.0
 
-    def awaited(self, namespace: Namespace, tip: BlockHash) -> bool:
+    def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:
         """See SessionIndex."""
-        op = self._op(0)
+        op = self._op(now_ms)
         since = op.s.abandoned.score((namespace, tip))
         abandoned = since is not None and since > op.now - L.ABANDONED_MS
         return not abandoned and tree.find(op, namespace, tip) is None
@@ -250,8 +253,8 @@ class MemoryIndex:
         s = self.state
         first = s.logged - len(s.log)
         skip = max(0, after - first)
-        events = tuple(s.log)[skip : skip + count]
-        return max(first + skip + len(events) if events else after, 0), events
+        events = tuple(islice(s.log, skip, skip + count))
+        return first + skip + len(events), events
 
     def check_integrity(self) -> list[str]:
         """See SessionIndex."""

@@ -46,13 +46,13 @@ def promise(op: Op, node: Node, grant: Grant) -> None:
         node.recent = (minute, need, now_bytes if then == minute - 1 else 0)
 
 
-def recent_bytes(op: Op, node: Node) -> int:
+def recent_bytes(op: Op, node: Node) -> float:
     """Bytes promised in about the last minute (times 60,000)."""
     then, now_bytes, before = node.recent
     minute = op.now // 60_000
     if then != minute:
         now_bytes, before = 0, now_bytes if then == minute - 1 else 0
-    return now_bytes * 60_000 + before * (60_000 - op.now % 60_000)
+    return now_bytes * 60_000.0 + before * (60_000.0 - op.now % 60_000)
 
 
 def settle_promise(op: Op, grant: Grant) -> None:
@@ -131,12 +131,11 @@ def worst(op: Op, node: Node, skip: int = 0) -> Worth | None:
 
 
 def evict(op: Op, node: Node, bytes_: int, own: float | None, keep: tuple[int, int]) -> bool:
-    """Name victims on the node until so many bytes die, at most 128 blocks. keep: (run, depth)
+    """Name victims on the node until so many bytes die, within the budget. keep: (run, depth)
     that must stay. own: the score of what wants the room, None if it may not be declined.
 
     False if it stopped at a victim that is worth more than `own`."""
-    budget = L.BLOCKS_MAX
-    while bytes_ > 0 and budget > 0:
+    while bytes_ > 0 and op.budget > 0:
         worth = worst(op, node, keep[0])
         if worth is None and keep[0]:
             worth = worst(op, node)
@@ -148,14 +147,13 @@ def evict(op: Op, node: Node, bytes_: int, own: float | None, keep: tuple[int, i
         floor = evict_floor(op, run)
         if run.id == keep[0]:
             floor = max(floor, keep[1])
-        blocks = min(run.stop - floor, budget, -(-bytes_ // run.block_bytes))
+        blocks = min(run.stop - floor, op.budget, -(-bytes_ // run.block_bytes))
         if blocks <= 0:
             return True
         if worth.level == L.LEVEL_PINNED:
             op.s.count("pinned_overruns", blocks)
         op.s.count("evicted_unwanted" if worth.level == L.LEVEL_FREE else "evicted", blocks)
         bytes_ -= blocks * run.block_bytes
-        budget -= blocks
         tree.trim(op, run, run.stop - blocks)
     return True
 
@@ -229,7 +227,7 @@ def freed(op: Op, victims: list[Victim]) -> None:
             node.dying -= gone.bytes
 
 
-def free_up(op: Op, run: Run | None, budget: int) -> int:
+def free_up(op: Op, run: Run | None) -> int:
     """Remove what nobody needs from the end of `run` upward, through its parents. A rest that is
     leased, or beyond the budget, is marked as free. Returns the blocks removed."""
     total = 0
@@ -238,7 +236,7 @@ def free_up(op: Op, run: Run | None, budget: int) -> int:
         if held >= run.stop:
             break
         wanted = run.stop - held
-        blocks = min(run.stop - max(held, tree.leased_to(op, run)), budget - total)
+        blocks = min(run.stop - max(held, tree.leased_to(op, run)), op.budget)
         if blocks < wanted:
             run.free = True
         if blocks <= 0:
@@ -252,22 +250,15 @@ def free_up(op: Op, run: Run | None, budget: int) -> int:
     return total
 
 
-def sweep(op: Op, budget: int) -> int:
-    """Free what closed sessions left and what lies behind lost data, bounded. Returns the blocks
-    removed from the index."""
-    total = sweep_free(op, budget)
-    return total + sweep_dead(op, budget - total)
-
-
-def sweep_free(op: Op, budget: int) -> int:
-    """What nobody wants any more, on every node."""
+def sweep_free(op: Op) -> int:
+    """Free what nobody wants any more, on every node. Returns the blocks removed."""
     total = 0
     for node in op.s.by_idx:
         tree.wake(op, node)
         place = op.s.place(node.idx, node.epoch)
-        while total < budget and (L.LEVEL_FREE, 0) in place.lists:
+        while op.budget > 0 and (L.LEVEL_FREE, 0) in place.lists:
             first = place.lists[L.LEVEL_FREE, 0].first()
-            blocks = free_up(op, op.s.runs[first[1]], budget - total) if first else 0
+            blocks = free_up(op, op.s.runs[first[1]]) if first else 0
             if not blocks:
                 break
             total += blocks
@@ -281,18 +272,18 @@ def free_left(op: Op) -> bool:
     )
 
 
-def sweep_dead(op: Op, budget: int) -> int:
+def sweep_dead(op: Op) -> None:
     """Remove runs whose data is lost, and what lies behind them, from the leaves."""
     total = 0
     for where in op.s.dead.upto(op.now, L.DEAD_PER_CALL):
         place = op.s.places.get(where)
         steps = L.SWEEP_STEPS
-        while place is not None and total < budget and steps > 0:
+        while place is not None and op.budget > 0 and steps > 0:
             first = place.runs.first()
             if first is None or first[0] > op.now:
                 break
             steps -= 1
-            blocks = _remove_below(op, op.s.runs[first[1]], budget - total)
+            blocks = _remove_below(op, op.s.runs[first[1]])
             if not blocks:
                 place.runs.add(first[1], op.now + L.DEAD_GRACE_MS)
             total += blocks
@@ -301,10 +292,9 @@ def sweep_dead(op: Op, budget: int) -> int:
             op.s.dead.discard(where)
             op.s.places.pop(where, None)
     op.s.count("swept", total)
-    return total
 
 
-def _remove_below(op: Op, run: Run, budget: int) -> int:
+def _remove_below(op: Op, run: Run) -> int:
     """Remove blocks from the end of a leaf below `run`, or of `run`; 0 if they are needed now."""
     while run.children:
         top = run.children.last()
@@ -313,7 +303,7 @@ def _remove_below(op: Op, run: Run, budget: int) -> int:
             return 0
         run = op.s.runs[top[1]]
     floor = max(run.start, run.top_child(), tree.leased_to(op, run))
-    blocks = min(run.stop - floor, budget)
+    blocks = min(run.stop - floor, op.budget)
     if blocks > 0:
         tree.trim(op, run, run.stop - blocks)
     return max(0, blocks)

@@ -135,7 +135,7 @@ def choose(op: Op, wanted: Wanted) -> list[Node]:
     return able
 
 
-def _price(op: Op, node: Node, wanted: Wanted) -> tuple[bool, int, float, float, int]:
+def _price(op: Op, node: Node, wanted: Wanted) -> tuple[bool, int, float, float, float]:
     """What a save costs there: what its next victim is worth, then how busy the node is."""
     request = wanted.request
     size = room.block_bytes(node, request.object_bytes, request.ranks)
