@@ -6,6 +6,8 @@ SHELL := bash
 DEV := .venv
 VLLM := .venv-vllm
 BIN := $(DEV)/bin
+# What needs .venv-vllm, where vLLM and Mooncake are.
+ENGINE_TESTS := tests/vllm tests/mooncake
 # Processes that share the tests, and flags for pytest: make test ARGS='-k close -x'
 JOBS ?= 2
 ARGS ?=
@@ -27,9 +29,9 @@ test: $(DEV)/STAMP lint ## lint, then all tests that need no vLLM
 	@echo '[test] pytest, $(JOBS) processes'
 	@$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(JOBS) --dist loadfile $(ARGS)
 
-test-vllm: $(VLLM)/STAMP ## the tests against real vLLM servers
-	@echo '[test-vllm] pytest tests/vllm'
-	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+test-vllm: $(VLLM)/STAMP ## the tests against real vLLM and Mooncake
+	@echo '[test-vllm] pytest $(ENGINE_TESTS)'
+	@$(VLLM)/bin/python -m pytest $(ENGINE_TESTS) $(ARGS)
 
 lint: $(DEV)/STAMP ## ruff and mypy
 	@echo '[lint] ruff'
@@ -40,8 +42,13 @@ lint: $(DEV)/STAMP ## ruff and mypy
 format: $(DEV)/STAMP ## rewrite the source as ruff likes it
 	@$(BIN)/python -m ruff check --fix .
 
-bench: $(DEV)/STAMP $(VLLM)/STAMP ## medians of store hit, own prefix cache and recompute
-	@$(BIN)/python -m tests.bench $(ARGS)
+bench: $(DEV)/STAMP $(VLLM)/STAMP ## all measurements of tests/bench, one after the other
+	@for file in tests/bench/bench_*.py; do \
+	    name=$$(basename $$file .py); venv=$(DEV); \
+	    [[ $$name == bench_vllm* ]] && venv=$(VLLM); \
+	    echo "[bench] $$name"; \
+	    $$venv/bin/python -m tests.bench.$$name $(ARGS); \
+	done
 
 docs: $(DEV)/STAMP ## rewrite the generated pages of docs/
 	@$(BIN)/python -m store_worker.cli.config_doc docs/CONFIG.md
