@@ -55,8 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
         emit_json({"ok": not failed, "checks": [msgspec.to_builtins(row) for row in rows]})
     else:
-        columns = ("server", "role", "check", "status", "detail", "remedy")
-        table("", columns, [[getattr(row, column) for column in columns] for row in rows])
+        for server in dict.fromkeys((row.server, row.role) for row in rows):
+            cells = [
+                (row.check, row.status, row.detail, row.remedy)
+                for row in rows
+                if (row.server, row.role) == server
+            ]
+            table(f"{server[0]} ({server[1]})", ("check", "status", "detail", "remedy"), cells)
     return int(failed)
 
 

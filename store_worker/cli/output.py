@@ -30,13 +30,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """A table. Cells that are one of `STYLES` get its colour on a terminal."""
     cells = [[_text(cell) for cell in row] for row in rows]
     try:
+        from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         _plain_table(title, columns, cells)
         return
-    drawn = Table(title=title or None, title_justify="left", header_style="bold")
+    drawn = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
         drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
