@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,3 +105,17 @@ def test_embedded_store_works(installed: Installed) -> None:
     )
     run = installed.run("python", "-c", code, str(installed.folder / "e"))
     assert run.stdout == "True\n", run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_runs_from_the_wheel(installed: Installed) -> None:
+    """Two engines and a store, none of which may find anything in the repository."""
+    run = installed.run("session-kv", "demo", "--json", deadline_s=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    answer = json.loads(run.stdout)
+    assert answer["ok"] and len(answer["turns"]) >= 4
+    for before, turn in pairwise(answer["turns"]):
+        assert turn["engine"] != before["engine"] and turn["equal"]
+        assert turn["own_tokens"] + turn["loaded_tokens"] >= turn["need_tokens"] > 0
+    assert answer["turns"][1]["loaded_tokens"] > 0
