@@ -224,6 +224,7 @@ def diagnose_mooncake(url: str, config: Config) -> Iterator[Finding]:
     try:
         open_node(url, config).close()
     except SessionKVError as error:
-        yield Finding("back end", Status.FAIL, str(error), "use a redis:// or unix:// data node")
+        remedy = "pip install 'session-kv-connector[mooncake]', or use a redis:// data node"
+        yield Finding("back end", Status.FAIL, str(error), remedy)
     else:
         yield Finding("back end", Status.PASS, "can be used")
