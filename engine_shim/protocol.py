@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 
 PROTOCOL_VERSION = "1.0"
+MESSAGES_MAX = 10_000
+"""Messages that may wait in each direction of a link."""
 
 
 class MessageType(enum.Enum):
@@ -28,7 +30,7 @@ class MessageType(enum.Enum):
     REFUSED = b"\x12"  # Refusal, from the engine: not the same protocol
     OUTPUTS = b"\x13"  # EngineCoreOutputs, from the engine
     UTILITY_REPLY = b"\x14"  # UtilityReply, from the engine
-    LOST = b"\x15"  # Refusal, from the engine: outputs for this client were lost
+    LOST = b"\x15"  # Refusal, from the engine: it gave up on this client and its requests
 
 
 class FinishReason(enum.IntEnum):

@@ -14,6 +14,7 @@ from connector.errors import SessionIdError
 from connector.session import check_session_id
 from engine_shim.api import Prompt, RequestOptions
 from engine_shim.errors import InvalidRequest
+from engine_shim.identity import identify
 from engine_shim.protocol import EngineCoreRequest, SamplingParams
 from engine_shim.tokenizer import encode
 
@@ -129,13 +130,11 @@ def check_tokens(tokens: Sequence[int], max_model_len: int, vocab_size: int) -> 
 
 def check_options(options: RequestOptions) -> RequestOptions:
     """Itself, if it is acceptable. Raises InvalidRequest."""
-    if options.session_id is not None:
+    if options.session_id:
         try:
             check_session_id(options.session_id)
         except SessionIdError as error:
             raise InvalidRequest(str(error), "session_id", "invalid_session_id") from error
-        if not options.session_id:
-            raise InvalidRequest("session_id is empty; leave it out", "session_id")
     if options.cache_salt is not None and not 0 < len(options.cache_salt) <= SALT_BYTES_MAX:
         raise InvalidRequest(
             f"cache_salt must have 1 to {SALT_BYTES_MAX} characters", "cache_salt"
@@ -147,6 +146,21 @@ def check_options(options: RequestOptions) -> RequestOptions:
     return options
 
 
+def fan_out(
+    params: SamplingParams, options: RequestOptions
+) -> list[tuple[SamplingParams, RequestOptions]]:
+    """The children of a request with `params.n` >= 1; child i samples with seed + i.
+
+    Children share the caller's request id, session id, salt and parameters. Raises InvalidRequest.
+    """
+    check_params(params)
+    children = []
+    for index in range(params.n):
+        seed = None if params.seed is None else params.seed + index
+        children.append((msgspec.structs.replace(params, n=1, seed=seed), options))
+    return children
+
+
 def build_message(
     tokens: list[int],
     params: SamplingParams,
@@ -154,10 +168,16 @@ def build_message(
     request_id: str,
     arrival_time: float,
 ) -> EngineCoreRequest:
-    """The message of a checked request. arrival_time: seconds since the epoch."""
-    if options.kv_transfer_params is not None:
-        extra = {**(params.extra_args or {}), "kv_transfer_params": options.kv_transfer_params}
-        params = msgspec.structs.replace(params, extra_args=extra)
+    """The message of a checked request. arrival_time: seconds since the epoch.
+
+    Callers without HTTP are served alike: an id in extra_args or kv_transfer_params counts if
+    options has none, and no copy of it is left there. Raises InvalidRequest.
+    """
+    found = identify(options.session_id, None, params.extra_args, options.kv_transfer_params)
+    extra = dict(found.xargs or {})
+    if found.kv_transfer_params is not None:
+        extra["kv_transfer_params"] = found.kv_transfer_params
+    params = msgspec.structs.replace(params, extra_args=extra or None)
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -171,7 +191,7 @@ def build_message(
         priority=options.priority,
         trace_headers=options.trace_headers,
         external_req_id=options.request_id,
-        session_id=options.session_id,
+        session_id=found.session_id,
         kv_hints=options.kv_hints,
     )
 

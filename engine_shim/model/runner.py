@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine_shim.config import EngineConfig
-from engine_shim.model.attention import make_batch
 from engine_shim.model.sampler import sample
 from engine_shim.model.transformer import Transformer, make_caches
 from engine_shim.scheduler_output import Sampled, Work
@@ -49,10 +48,8 @@ class ModelRunner:
                 assert end == len(known), f"{part.request_id} samples in the middle"
                 rows.append(len(tokens) - 1)
                 sampling.append(part)
-        batch = make_batch(
-            [(part.start, part.count, part.block_ids) for part in work],
-            self._config.block_size,
-            self._device,
+        batch = self._model.attention.batch(
+            [(part.start, part.count, part.block_ids) for part in work]
         )
         logits = self._model.forward(
             torch.tensor(tokens, device=self._device),
