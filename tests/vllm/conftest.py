@@ -30,8 +30,7 @@ class Store:
     @property
     def urls(self) -> dict[str, object]:
         """The config key `store`."""
-        index = f"memory://{self.index.folder.name}"
-        return {"index": index, "data": [node.url for node in self.nodes]}
+        return {"index": self.index.url, "data": [node.url for node in self.nodes]}
 
     def objects(self) -> dict[bytes, bytes]:
         """Every object of the first data node, by key."""

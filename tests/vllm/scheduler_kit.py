@@ -11,6 +11,8 @@ between vLLM's processes.
 
 from __future__ import annotations
 
+import copy
+import functools
 import pickle
 import zlib
 from collections import deque
@@ -51,9 +53,19 @@ _SPREAD = np.arange(1, NUMBERS_PER_TOKEN + 1, dtype=np.uint64)
 
 
 def engine_config(
-    transfer: Mapping[str, object] | None, tokens_per_step: int = 2048, **args: Any
+    transfer: Mapping[str, object] | None, tokens_per_step: int = 2048
 ) -> VllmConfig:
     """A VllmConfig as `vllm serve` would make it, for the tiny model."""
+    config = copy.deepcopy(_engine_config(transfer is not None, tokens_per_step))
+    if transfer is not None:
+        config.kv_transfer_config = KVTransferConfig(**transfer)  # type: ignore[arg-type]
+    return config
+
+
+@functools.cache
+def _engine_config(connector: bool, tokens_per_step: int) -> VllmConfig:
+    """Made once, since it takes a while; the connector's own config is put in later."""
+    transfer = KVTransferConfig(kv_connector="SessionKVConnector", kv_role="kv_both")
     return EngineArgs(
         model=str(tiny_model.ensure().folder),
         dtype="float32",
@@ -64,8 +76,7 @@ def engine_config(
         max_num_batched_tokens=tokens_per_step,
         enable_chunked_prefill=True,
         disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**transfer) if transfer is not None else None,
-        **args,
+        kv_transfer_config=transfer if connector else None,
     ).create_engine_config()
 
 
