@@ -47,6 +47,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         str,
         Meta(description="Whose data this is; tenants see nothing of each other's."),
     ] = "default"
+    engine_name: Annotated[
+        str, Meta(description="What this engine is called in the store; empty: host and process.")
+    ] = ""
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Headers that may carry the session id, in order (shim).")
     ] = DEFAULT_HEADERS

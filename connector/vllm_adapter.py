@@ -208,7 +208,7 @@ class SessionKVConnector(KVConnectorBase_V1):
         )
         self._side = open_scheduler_side(self._config, engine.object_bytes, spec, self._clock)
         self._core = ConnectorScheduler(
-            self._config, engine, self._side.index, self._clock, self._side.namespace_of
+            self._config, engine, self._side.index, self._clock, self._side.naming.namespace_of
         )
         logger.info("SessionKVConnector: namespace %s", self._core.namespace.hex())
 

@@ -121,7 +121,7 @@ class SchedulerHalf:
         spec = namespace_spec(config, engine)
         self._side: SchedulerSide = open_scheduler_side(config, facts.object_bytes, spec, clock)
         self._core = ConnectorScheduler(
-            config, facts, self._side.index, clock, self._side.namespace_of
+            config, facts, self._side.index, clock, self._side.naming.namespace_of
         )
         self._totals: Data = {}
 

@@ -6,6 +6,8 @@ are given the same config; `embedded` is resolved here, by starting or joining t
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,11 +21,11 @@ from store_worker.backends.factory import node_id, open_node
 from store_worker.codec import HEADER_BYTES
 from store_worker.embedded import EmbeddedStore, default_directory, start_or_join
 from store_worker.executor import ThreadPool
-from store_worker.index import SessionIndex, open_index
+from store_worker.index import SessionIndex, open_index, options_of
 from store_worker.index.client import IndexClient
-from store_worker.index.janitor import Desk
+from store_worker.index.janitor import Description, Desk
 from store_worker.index.locked import locked
-from store_worker.keys import NamespaceSpec, namespace_of
+from store_worker.keys import NamespaceSpec, namespace_of, namespace_text
 
 if TYPE_CHECKING:
     import torch
@@ -49,17 +51,29 @@ def resolve_store(config: Config, clock: Clock) -> tuple[StoreConfig, EmbeddedSt
     return StoreConfig(index=embedded.index_url, data=(embedded.data_url,)), embedded
 
 
+class Naming:
+    """The namespace of this engine, epoch by epoch. Scheduler thread; `description` is read by the
+    janitor's."""
+
+    def __init__(self, spec: NamespaceSpec) -> None:
+        self._spec = spec
+        self.description: Description | None = None  # replaced whole, never changed
+
+    def namespace_of(self, epoch: str) -> Namespace:
+        """The namespace of an epoch, which is the current one from here on."""
+        spec = msgspec.structs.replace(self._spec, epoch=epoch)
+        text = namespace_text(spec).decode()
+        self.description = Description(namespace_of(spec), text, spec.tokens_per_block)
+        return self.description.namespace
+
+
 @dataclass
 class SchedulerSide:
     """What the scheduler process holds of the store."""
 
     index: IndexClient
-    spec: NamespaceSpec
+    naming: Naming
     embedded: EmbeddedStore | None
-
-    def namespace_of(self, epoch: str) -> Namespace:
-        """The namespace of an epoch of this engine."""
-        return namespace_of(msgspec.structs.replace(self.spec, epoch=epoch))
 
     def close(self, timeout_s: float) -> None:
         """Stop the threads, then give the embedded servers back."""
@@ -75,8 +89,13 @@ def open_scheduler_side(
     store, embedded = resolve_store(config, clock)
     urls = {node_id(url): url for url in store.data}
 
+    options = msgspec.structs.replace(
+        options_of(config),
+        engine=config.engine_name or f"{socket.gethostname()}:{os.getpid()}",
+    )
+
     def index() -> SessionIndex:
-        found = open_index(store.index, config)
+        found = open_index(store.index, config, options)
         return locked(found) if store.index.startswith("memory:") else found
 
     def pool(client: IndexClient) -> ThreadPool[Desk]:
@@ -91,6 +110,7 @@ def open_scheduler_side(
                 object_bytes=object_bytes,
                 tell_identity=client.tell_identity,
                 tell_gauges=client.tell_gauges,
+                describe=lambda: naming.description,
             ),
             tasks_max=JANITOR_TASKS_MAX,
             bytes_max=1 << 62,
@@ -98,7 +118,7 @@ def open_scheduler_side(
 
     client = IndexClient(index(), config, tuple(urls), clock, pool)
     client.wait_ready(READY_S)
-    return SchedulerSide(index=client, spec=spec, embedded=embedded)
+    return SchedulerSide(index=client, naming=naming, embedded=embedded)
 
 
 def open_worker_side(

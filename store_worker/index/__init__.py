@@ -9,7 +9,7 @@ from store_worker.index.base import SessionIndex
 from store_worker.index.memory import MemoryIndex
 from store_worker.index.options import IndexOptions
 
-__all__ = ["IndexOptions", "MemoryIndex", "SessionIndex", "open_index"]
+__all__ = ["IndexOptions", "MemoryIndex", "SessionIndex", "open_index", "options_of"]
 
 _MEMORY: dict[str, MemoryIndex] = {}
 

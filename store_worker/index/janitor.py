@@ -13,6 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from connector.clock import Clock
 from connector.config import Config
@@ -30,6 +31,18 @@ KEYS_PER_CALL = 512
 NODE_DEADLINE_S = 2.0
 
 
+class Description(NamedTuple):
+    """What people should see for a namespace."""
+
+    namespace: Namespace
+    text: str
+    tokens_per_block: int
+
+
+def _nothing() -> Description | None:
+    return None
+
+
 @dataclass
 class Desk:
     """What the janitor's thread keeps: its own index connection and one per node.
@@ -44,6 +57,7 @@ class Desk:
     object_bytes: int
     tell_identity: Callable[[IndexIdentity], None]
     tell_gauges: Callable[[Mapping[str, float]], None] = lambda gauges: None
+    describe: Callable[[], Description | None] = _nothing
 
     def interrupt(self) -> None:
         """Break whatever call is stuck."""

@@ -32,6 +32,9 @@ class Keeper(Job):
 
     def run(self, desk: Desk) -> None:
         self._look(desk)
+        described = desk.describe()
+        if described is not None:
+            desk.index.describe(*described)
         if desk.index.lead(self._name, LEAD_S):
             self._learn(desk)
             desk.index.set_scores(self._policy.fit(desk.clock.wall_ms()))

@@ -47,6 +47,7 @@ from store_worker.policy import LRU_TABLE, ScoreTable
 
 PREFIX = b"{skv}:"
 TRIES = 5
+NAMESPACE_BYTES = 16
 _RUN = re.compile(
     rb"(\d+) (\d+) (\d+) (\d+) (\d+) (\d+) (\d) (\S+) (\d) (\d+);([^;]*);([^;]*);([^;]*);([^|]*)\|"
 )
@@ -103,7 +104,7 @@ class _Reader:
 
     def __init__(self, keys: dict[bytes, Any]) -> None:
         self.keys = keys
-        self.ns_bytes = len(next(iter(sorted(keys.get(b"nss") or keys.get(b"ds") or [b""]))))
+        self.ns_bytes = len(next(iter(keys.get(b"nss") or ()), b"n" * NAMESPACE_BYTES))
 
     def state(self) -> State:
         """Everything."""

@@ -1,8 +1,7 @@
 -- ARGV: now, cursor, count; or now, -1, session
 -- -> clock, next cursor, then per session: key, generation, home, depth, tokens, turns, last use,
 --    pinned until, priority, its end, engines
-begin()
-local reply = {M.clock, 0}
+local reply = {call('HGET', K .. 'm', 'clock') or 0, 0}
 local function add(key)
   local s = session_of(key)
   if not s then return end
