@@ -89,6 +89,7 @@ def open_scheduler_side(
     store, embedded = resolve_store(config, clock)
     urls = {node_id(url): url for url in store.data}
 
+    naming = Naming(spec)
     options = msgspec.structs.replace(
         options_of(config),
         engine=config.engine_name or f"{socket.gethostname()}:{os.getpid()}",
