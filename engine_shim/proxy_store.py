@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,11 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from connector.clock import Clock, SystemClock
-from connector.config import parse_config
+from connector.config import Config
 from connector.errors import StoreError
 from connector.ids import BlockHash, Namespace
 from engine_shim.pd_proxy import Committed
 from store_worker.assemble import resolve_store
+from store_worker.cli.options import config_of
 from store_worker.index import open_index
 from store_worker.inspect import where
 
@@ -24,8 +26,8 @@ TIP_POLL_MIN_S, TIP_POLL_MAX_S = 0.002, 0.02
 class ProxyStore:
     """`pd_proxy.StorePort` over the session index. One index call at a time, off the event loop."""
 
-    def __init__(self, url: str, tenant: str, clock: Clock) -> None:
-        self._config = parse_config({"store": url, "tenant": tenant})
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._config = config
         store, self._embedded = resolve_store(self._config, clock)
         self._index = open_index(store.index, self._config)
         self._clock = clock
@@ -62,6 +64,7 @@ class ProxyStore:
             self._embedded.close()
 
 
-def open_proxy_store(url: str, tenant: str) -> ProxyStore:
-    """The proxy's way to the index. Raises ConfigError."""
-    return ProxyStore(url, tenant, SystemClock())
+def open_proxy_store(store: str, tenant: str) -> ProxyStore:
+    """The proxy's way to the index. store: as `--store` takes it. Raises ConfigError."""
+    options = argparse.Namespace(store=store, tenant=tenant)
+    return ProxyStore(config_of(options), SystemClock())
