@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 10.0
 QUIET_TIMEOUT_S = 10.0
 LOOK_AGAIN_S = 0.01
 LAST_WORDS = 2000
-_ADDRESS = re.compile(r"serving on (?P<url>\S+)")
+ADDRESS = re.compile(r"serving on (?P<url>\S+)")
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -67,25 +67,32 @@ async def started(name: str, arguments: Sequence[str]) -> AsyncIterator[Process]
         )  # fmt: skip
         made = Process(name, process, "")
         try:
-            made.url = await asyncio.wait_for(_address(process), START_TIMEOUT_S)
+            made.url = await _address(name, process, words)
             yield made
-        except TimeoutError as error:
-            raise EngineTimeout(f"{name} did not serve within {START_TIMEOUT_S:g} s") from error
-        except EngineDead as error:
-            words.seek(0)
-            said = words.read().decode(errors="replace")[-LAST_WORDS:].strip()
-            raise EngineDead(f"{name} ended at its start: {said or 'it said nothing'}") from error
         finally:
             await made.stop()
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
-    """The URL in the line that says that it serves."""
+async def _address(name: str, process: asyncio.subprocess.Process, words: IO[bytes]) -> str:
+    """The URL in the line that says that it serves. Raises EngineDead, EngineTimeout."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            found = await _first_address(process)
+    except TimeoutError as error:
+        raise EngineTimeout(f"{name} did not serve within {START_TIMEOUT_S:g} s") from error
+    if found is None:
+        words.seek(0)
+        said = words.read().decode(errors="replace")[-LAST_WORDS:].strip()
+        raise EngineDead(f"{name} ended at its start: {said or 'it said nothing'}")
+    return found
+
+
+async def _first_address(process: asyncio.subprocess.Process) -> str | None:
     assert process.stdout is not None
     while line := await process.stdout.readline():
-        if found := _ADDRESS.search(line.decode(errors="replace")):
+        if found := ADDRESS.search(line.decode(errors="replace")):
             return found["url"]
-    raise EngineDead("no address")
+    return None
 
 
 def _die_with_parent() -> None:

@@ -23,9 +23,10 @@ from starlette.routing import Route
 from connector.clock import Clock, SystemClock
 from connector.session import DEFAULT_HEADERS
 from engine_shim.errors import InvalidRequest
-from engine_shim.frontend.identity import header_text, identify, reply_header
+from engine_shim.frontend.identity import header_text, reply_header
 from engine_shim.frontend.metrics import CONTENT_TYPE
 from engine_shim.frontend.replies import error_reply, json_reply, read_body
+from engine_shim.identity import identify
 from engine_shim.pd_proxy_bodies import PARAMS, PATHS, is_batch, mapping_of, parse
 from engine_shim.pd_proxy_fleet import Fleet, Role
 from engine_shim.pd_proxy_metrics import ProxyMetrics

@@ -13,10 +13,11 @@ from connector.errors import SessionIdError
 from connector.session import check_session_id
 from engine_shim.errors import InvalidRequest
 from engine_shim.frontend.bodies import CloseSessionBody, OpenSessionBody, decode_body
-from engine_shim.frontend.identity import header_text, identify, reply_header
+from engine_shim.frontend.identity import header_text, reply_header
 from engine_shim.frontend.metrics import CONTENT_TYPE, FrontendMetrics
 from engine_shim.frontend.replies import error_reply, json_reply, read_body
 from engine_shim.frontend.state import Frontend, connector_stats
+from engine_shim.identity import identify
 
 
 def routes(frontend: Frontend, metrics: FrontendMetrics) -> list[Route]:

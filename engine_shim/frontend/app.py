@@ -15,7 +15,7 @@ from engine_shim.errors import InvalidRequest
 from engine_shim.frontend import admin
 from engine_shim.frontend.bodies import decode_body
 from engine_shim.frontend.entrances import HTTP_ENTRANCES, HttpEntrance
-from engine_shim.frontend.identity import header_text, identify, reply_header
+from engine_shim.frontend.identity import header_text, reply_header
 from engine_shim.frontend.merge import close_all
 from engine_shim.frontend.metrics import FrontendMetrics
 from engine_shim.frontend.plan import Plan, options_of
@@ -23,6 +23,7 @@ from engine_shim.frontend.replies import Headers, error_reply, json_reply, read_
 from engine_shim.frontend.run import collect, frames
 from engine_shim.frontend.sse import EventStream, until_gone
 from engine_shim.frontend.state import REQUEST_ID_HEADER, Frontend
+from engine_shim.identity import identify
 
 CLIENT_GONE = 499
 

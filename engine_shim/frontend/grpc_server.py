@@ -13,11 +13,12 @@ from google.protobuf import json_format, struct_pb2
 from engine_shim.api import Delta, RequestOptions, join
 from engine_shim.errors import EngineDead, EngineTimeout, InvalidRequest
 from engine_shim.frontend.chat_template import encode_text
-from engine_shim.frontend.identity import REPLY_HEADER, Identity, identify
+from engine_shim.frontend.identity import REPLY_HEADER
 from engine_shim.frontend.merge import close_all, merged
 from engine_shim.frontend.plan import finish_label, total_usage
 from engine_shim.frontend.run import error_body
 from engine_shim.frontend.state import REQUEST_ID_HEADER, Frontend
+from engine_shim.identity import Identity, identify
 from engine_shim.proto import shim_pb2, shim_pb2_grpc
 from engine_shim.protocol import SamplingParams, Usage
 

@@ -1,6 +1,6 @@
 """/metrics: counters of the front end, of the engine (`shim_`), of the connector (`session_kv_`).
 
-Numbers are counters, and get `_total`, but for those named below. `NAME_bin{le=...}` with
+Numbers are counters, and get `_total`, but for those that `is_gauge` knows. `NAME_bin{le=...}` with
 `NAME_seconds_sum`, as `connector.stats.Stats.observe` counts them, become one histogram. No label
 carries an id.
 """
@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from connector.stats import LATENCY_EDGES_S, split_key
+from connector.stats import GAUGE, LATENCY_EDGES_S, split_key
 from engine_shim.frontend.state import connector_stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -101,19 +101,24 @@ def _family(prefix: str, name: str, samples: Samples) -> Metric | None:
         return _histogram(prefix + stem, samples[name], samples[stem + SUM])
     if name.endswith(SUM) and name.removesuffix(SUM) + BIN in samples:
         return None
-    is_gauge = name in GAUGES or name.startswith(GAUGE_PREFIX)
-    kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+    kind = GaugeMetricFamily if is_gauge(name) else CounterMetricFamily
     values = samples[name]
     label = next(iter(values))[0]
+    plain = name.removeprefix(GAUGE).removesuffix("_total")
     family = kind(
-        prefix + name.removesuffix("_total"),
-        name.replace("_", " ").capitalize() + ".",
+        prefix + plain,
+        plain.replace("_", " ").capitalize() + ".",
         labels=[label] if label else [],
     )
     for (label_name, label_value), number in values.items():
         if label_name == label:
             family.add_metric([label_value] if label else [], number)
     return family
+
+
+def is_gauge(name: str) -> bool:
+    """True for a level, False for a count."""
+    return name.startswith((GAUGE, GAUGE_PREFIX)) or name in GAUGES
 
 
 def _histogram(

@@ -11,8 +11,8 @@ from connector.clock import Clock
 from engine_shim.api import Completion, Delta, RequestOptions
 from engine_shim.errors import InvalidRequest
 from engine_shim.frontend.bodies import SEQUENCES_MAX, GenerationBody
-from engine_shim.frontend.identity import Identity
 from engine_shim.frontend.legacy import LegacySessions
+from engine_shim.identity import Identity
 from engine_shim.protocol import SamplingParams, TokenLogprobs, Usage
 from engine_shim.tokenizer import token_bytes
 

@@ -14,10 +14,10 @@ from engine_shim.api import Delta, RequestOptions
 from engine_shim.client import fan_out
 from engine_shim.errors import InvalidRequest
 from engine_shim.frontend.engine import EnginePort
-from engine_shim.frontend.identity import Identity
 from engine_shim.frontend.legacy import LegacySessions
 from engine_shim.frontend.merge import close_all
 from engine_shim.frontend.plan import Context, Plan
+from engine_shim.identity import Identity
 from engine_shim.protocol import SamplingParams
 
 REQUEST_ID_HEADER = "x-request-id"

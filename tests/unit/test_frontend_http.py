@@ -368,7 +368,10 @@ def test_metrics_flatten_numbers_and_carry_no_id(front: Front) -> None:
         "free_blocks": 7,
         "prompt_tokens": 11,
         "by_reason": {"stop": 1},
-        "connector": {**connector.peek(), "open_jobs": 1, "namespace": "ab12"},
+        "connector": {
+            **connector.peek(), "open_jobs": 1, "namespace": "ab12",
+            "gauge:node_up{node=n}": 1,
+        },
     }
     front.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "session_id": "secret-id"})
     text = front.http.get("/metrics").text
@@ -376,6 +379,7 @@ def test_metrics_flatten_numbers_and_carry_no_id(front: Front) -> None:
         "session_kv_load_bytes_total 640.0",
         'session_kv_lookups_total{by="hit_tip"} 3.0',
         "session_kv_open_jobs 1.0",
+        'session_kv_node_up{node="n"} 1.0',
         'session_kv_load_seconds_bucket{le="0.0005"} 1.0',
         'session_kv_load_seconds_bucket{le="0.05"} 3.0',
         'session_kv_load_seconds_bucket{le="+Inf"} 4.0',

@@ -11,7 +11,8 @@ import pytest
 from connector.errors import SessionIdError
 from connector.session import DEFAULT_HEADERS, SESSION_ID_BYTES_MAX, resolve_session_id
 from engine_shim.errors import InvalidRequest
-from engine_shim.frontend.identity import header_text, identify, reply_header
+from engine_shim.frontend.identity import header_text, reply_header
+from engine_shim.identity import identify
 
 GOLDEN = Path(__file__).parent.parent / "wire" / "golden" / "session_resolution.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
