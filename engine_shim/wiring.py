@@ -7,7 +7,7 @@ Everything runs on the engine's one thread.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +190,10 @@ class SchedulerHalf:
     def close_session(self, session_id: str, cache_salt: str | None) -> None:
         self._core.close_session(session_id, cache_salt)
 
+    def check_integrity(self) -> list[str]:
+        """See `ConnectorScheduler.check_integrity` of the core."""
+        return self._core.check_integrity()
+
     def stats(self) -> Mapping[str, object]:
         merge(self._totals, self._core.take_stats())
         return {
@@ -202,16 +206,26 @@ class SchedulerHalf:
         self._side.close(CLOSE_TIMEOUT_S)
 
 
-class WorkerHalf:
-    """`connector_port.ConnectorWorker` of one rank."""
+OpenWorker = Callable[[Config, int, Sequence["torch.Tensor"], int, SystemClock], StoreWorker]
 
-    def __init__(self, config: Config, engine: EngineConfig, rank: int) -> None:
+
+class WorkerHalf:
+    """`connector_port.ConnectorWorker` of one rank. open_worker: how its store worker is made."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: EngineConfig,
+        rank: int,
+        open_worker: OpenWorker = open_worker_side,
+    ) -> None:
         self._config, self._engine, self._rank = config, engine, rank
+        self._open_worker = open_worker
         self._worker: StoreWorker | None = None
         self._meta: StepMeta | None = None
 
     def register_kv_caches(self, regions: Sequence[torch.Tensor]) -> None:
-        self._worker = open_worker_side(
+        self._worker = self._open_worker(
             self._config, self._rank, regions, self._engine.num_blocks, SystemClock()
         )
 
@@ -240,6 +254,10 @@ class WorkerHalf:
             ),
             payload=report,
         )
+
+    def pending(self) -> int:
+        """Jobs of this rank whose results `poll` has not handed out yet."""
+        return self._worker.pending() if self._worker is not None else 0
 
     def shutdown(self) -> None:
         if self._worker is not None:
