@@ -12,7 +12,7 @@ be called from another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from connector.meta import BlockOutcome
 
@@ -35,6 +35,21 @@ class GetItem(NamedTuple):
 
     key: bytes
     parts: Sequence[memoryview]
+
+
+class PutHints(NamedTuple):
+    """For back ends that place and evict by themselves (Mooncake); see `HintedNode`.
+
+    group: objects of one group are evicted together; items before `group_from` are in none. The
+    blocks that conversations share must be in none. pin_ttl_ms: keep as long if at all possible.
+    """
+
+    group: str = ""
+    group_from: int = 0
+    pin_ttl_ms: int = 0
+
+
+NO_HINTS = PutHints()
 
 
 class DataNode(Protocol):
@@ -88,3 +103,13 @@ class DataNode(Protocol):
     def close(self) -> None:
         """Drop the connection at once. May be called from another thread to break a stuck call.
         The next call connects again."""
+
+
+@runtime_checkable
+class HintedNode(Protocol):
+    """A data node that can be told more (`isinstance` tells)."""
+
+    def put_hinted(
+        self, items: Sequence[PutItem], hints: PutHints, deadline: float
+    ) -> list[BlockOutcome]:
+        """`put` with hints; the objects stay until they are deleted or evicted."""

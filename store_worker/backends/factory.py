@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from connector.clock import Clock, SystemClock
 from connector.config import DATA_SCHEMES, Config
-from connector.errors import ConfigError, UnsupportedError
+from connector.errors import ConfigError
 from connector.ids import NodeId
 from store_worker.backends.base import DataNode
 from store_worker.backends.breaker import Breaker
@@ -38,10 +38,15 @@ def node_breaker(url: str, config: Config, clock: Clock) -> Breaker:
 
 
 def open_node(
-    url: str, config: Config, clock: Clock | None = None, breaker: Breaker | None = None
+    url: str,
+    config: Config,
+    clock: Clock | None = None,
+    breaker: Breaker | None = None,
+    name: NodeId | None = None,
 ) -> DataNode:
     """A data node for one thread. Nothing is connected yet.
 
+    name: which node, where a URL names several (the segments of a Mooncake cluster).
     Raises ConfigError for a URL that can't be one, UnsupportedError where a library is missing.
     """
     clock = clock or SystemClock()
@@ -60,5 +65,7 @@ def open_node(
             raise ConfigError("store.data", url, f"a URL ({error})") from error
         return RedisNode(url, config, clock, breaker)
     if scheme == "mooncake":
-        raise UnsupportedError("mooncake:// data nodes are not part of this version")
+        from store_worker.backends.mooncake import open_mooncake
+
+        return open_mooncake(url, config, clock, name or node_id(url))
     raise ConfigError("store.data", url, f"a URL of one of {', '.join(DATA_SCHEMES)}")
