@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
 
 from engine_shim import __version__
 from engine_shim.api import CloseResult
@@ -14,22 +17,45 @@ from engine_shim.lifecycle import ClientOutput
 from engine_shim.model.runner import ModelRunner
 from engine_shim.protocol import EngineCoreRequest, EngineInfo, FinishReason
 from engine_shim.scheduler import Scheduler
-from engine_shim.scheduler_output import MergedReports, ReportMerger, Sampled, SchedulerOutput
+from engine_shim.scheduler_output import (
+    MergedReports,
+    ReportMerger,
+    Sampled,
+    SchedulerOutput,
+    Work,
+)
 from engine_shim.validation import check_message
 
 _Outcome = tuple[SchedulerOutput, dict[str, Sampled], MergedReports]
 
 
+class Runner(Protocol):
+    """What computes steps. `ModelRunner` does."""
+
+    caches: list[list[torch.Tensor]]
+
+    def execute(self, work: Sequence[Work]) -> dict[str, Sampled]:
+        """See ModelRunner."""
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See ModelRunner."""
+
+
 class EngineCore:
     """One engine. Everything is called on one thread; `step` does the work."""
 
-    def __init__(self, config: EngineConfig, connector: Connector | None = None) -> None:
-        """Raises ConfigError. connector: None runs without one."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        connector: Connector | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        """Raises ConfigError. connector: None runs without one. runner: None is the model."""
         self.config = config.check()
         self._connector = connector or null_connector(config.tp_size)
         assert len(self._connector.workers) == config.tp_size, "one connector worker per rank"
         self.has_connector = connector is not None
-        self.runner = ModelRunner(config)
+        self.runner: Runner = runner or ModelRunner(config)
         self.scheduler = Scheduler(config, self._connector.scheduler)
         for rank, worker in enumerate(self._connector.workers):
             worker.register_kv_caches(self.runner.caches[rank])
