@@ -164,6 +164,7 @@ class IndexClient:
     # -- the loop ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._look_around()  # an engine that starts waits for this
         while True:
             item = self._next()
             if item is None:
