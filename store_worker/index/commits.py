@@ -99,8 +99,10 @@ def list_blocks(
             already.append(i)
             i += 1
             continue
-        end = min(run.stop, depth - 1 + len(saved) - i)
-        i += end - depth + 1
+        end = depth - 1
+        while end < run.stop and i < len(saved) and run.hash_at(end + 1) == saved[i]:
+            end += 1
+            i += 1
         if depth - 1 > run.start:
             _, run = tree.split(op, run, depth - 1)
         if end < run.stop:

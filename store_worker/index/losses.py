@@ -18,8 +18,6 @@ def close(op: Op, session: bytes, resume: bool) -> Closed:
     """See `SessionIndex.close`."""
     s = op.s
     blocks = 0
-    if not session:
-        return Closed()
     if not resume:
         token = s.sessions[session].generation if session in s.sessions else 0
         s.generation = max(s.generation, token) + 1

@@ -116,6 +116,8 @@ class MemoryIndex:
     ) -> Acquired:
         """See SessionIndex."""
         check_candidates(candidates)
+        if not candidates:
+            return Acquired(0)
         wish = loads.Wish(namespace, tuple(candidates), lease_s, session)
         return loads.acquire(self._op(now_ms), wish, self._options)
 
@@ -135,6 +137,8 @@ class MemoryIndex:
 
     def copied(self, steps: Sequence[CopyStep], now_ms: int = 0) -> tuple[Victim, ...]:
         """See SessionIndex."""
+        if not steps:
+            return ()
         op = self._op(now_ms)
         copies.copied(op, steps)
         return tuple(op.victims)
@@ -152,7 +156,8 @@ class MemoryIndex:
 
     def freed(self, victims: Sequence[Victim], now_ms: int = 0) -> None:
         """See SessionIndex."""
-        room.freed(self._op(now_ms), list(victims))
+        if victims:
+            room.freed(self._op(now_ms), list(victims))
 
     def dying(self, node: NodeId, now_ms: int = 0) -> tuple[Victim, ...]:
         """See SessionIndex."""
@@ -168,13 +173,15 @@ class MemoryIndex:
 
     def close(self, session: SessionKey, now_ms: int = 0, resume: bool = False) -> Closed:
         """See SessionIndex."""
-        return losses.close(self._op(now_ms), session, resume)
+        return losses.close(self._op(now_ms), session, resume) if session else Closed()
 
     def forget(
         self, namespace: Namespace, hashes: Sequence[BlockHash], node: NodeId, now_ms: int = 0
     ) -> tuple[Victim, ...]:
         """See SessionIndex."""
         check_hashes(hashes)
+        if not hashes:
+            return ()
         op = self._op(now_ms)
         losses.forget(op, namespace, hashes, node)
         return tuple(op.victims)
@@ -188,7 +195,9 @@ class MemoryIndex:
 
     def pin(self, session: SessionKey, ttl_s: float, now_ms: int = 0) -> float:
         """See SessionIndex."""
-        return sessions.pin(self._op(now_ms), session, ttl_s, self._options) if session else 0.0
+        if not session or ttl_s <= 0 or not self._options.pinned_bytes_max:
+            return 0.0
+        return sessions.pin(self._op(now_ms), session, ttl_s, self._options)
 
     def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:
         """See SessionIndex."""

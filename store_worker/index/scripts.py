@@ -38,7 +38,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "down": ("core",),
     "setnode": (),
     "lead": ("core",),
-    "scores": ("core",),
+    "scores": (),
     "nodes": (),
     "page": ("core",),
     "stats": (),

@@ -71,8 +71,6 @@ def session_bytes(op: Op, record: Session) -> int:
 
 def pin(op: Op, session: bytes, ttl_s: float, options: IndexOptions) -> float:
     """See `SessionIndex.pin`."""
-    if not options.pinned_bytes_max or ttl_s <= 0:
-        return 0.0
     record = open_session(op, session, op.s.generation, options.tenant)
     ttl_s = min(ttl_s, L.PIN_TTL_MAX_S)
     if not _charge_pin(op, record, options.pinned_bytes_max):

@@ -25,11 +25,11 @@ end
 
 local function touch()
   local path = {}
-  if stale(A.session, A.gen) then return {'stale_generation', 0, 0} end
+  if stale(A.session, A.gen) then return done({'stale_generation', 0, 0}) end
   if ARGV[7] ~= '' then
     local r, depth = find(A.ns, ARGV[7])
     path = r and walk(r, depth) or {}
-    if not path[1] then return {'missing_parent', 0, 0} end
+    if not path[1] then return done({'missing_parent', 0, 0}) end
   end
   if A.session ~= '' then open_session(A.session, A.gen, A.tenant) end
   A.path, A.beyond = path, ARGV[8]
@@ -120,8 +120,11 @@ local function list_blocks(g, node, saved)
       already[#already + 1] = i - 1
       i = i + 1
     else
-      local last = min(r.stop, depth + saved - i)
-      i = i + last - depth + 1
+      local last = depth - 1
+      while last < r.stop and i <= saved and hash_at(r, last + 1) == g.list[i] do
+        last = last + 1
+        i = i + 1
+      end
       if depth - 1 > r.start then
         local _, lower = split(r, depth - 1)
         r = lower
@@ -184,8 +187,8 @@ end
 
 if ARGV[5] == '0' then return touch() end
 local g = grant_of(id12(tonumber(ARGV[5])))
-if not g then return {'expired', 0, 0} end
-if g.reply then return unpack_reply(g.reply) end
+if not g then return done({'expired', 0, 0}) end
+if g.reply then return done(unpack_reply(g.reply)) end
 local node = current(g.node, g.epoch)
 local saved = min(max(0, tonumber(ARGV[6])), g.n)
 local outcome, already = outcome_of(g, node, saved), {}

@@ -129,9 +129,11 @@ local function write_run(r)
   if r.leases then r.tleases = untriples(r.leases) end
   if r.copies then r.tcopies = untriples(r.copies) end
   if r.shared then r.tshared = concat(r.shared, ' ') end
-  call('SET', K .. 'r:' .. r.id, fmt('%d %d %d %d %d %.0f %d %s %d %d;%s;%s;%s;%s|%s%s',
-    r.start, r.stop, r.node, r.epoch, r.ranks, r.bb, r.free and 1 or 0, r.where or '-',
-    r.timer and 1 or 0, #r.ns, r.tmarks, r.tleases, r.tcopies, r.tshared, r.ns, r.parent))
+  local head = fmt('%d %d %d %d %d %.0f %d %s %d %d;', r.start, r.stop, r.node, r.epoch, r.ranks,
+    r.bb, r.free and 1 or 0, r.where or '-', r.timer and 1 or 0, #r.ns)
+  -- joined, not formatted: %s ends at a zero byte
+  call('SET', K .. 'r:' .. r.id, concat({head, r.tmarks, ';', r.tleases, ';', r.tcopies, ';',
+    r.tshared, '|', r.ns, r.parent}))
   if r.newb then call('SET', K .. 'b:' .. r.id, r.b) end
 end
 

@@ -248,8 +248,8 @@ local function end_turn(ns, path, private, shared, turn)
   else
     log(fmt('T %.0f %d -1 0 1000', now, cls))
   end
-  call('HSET', K .. 'cv', ns .. private, fmt('%d %.0f %d %d %d|%s',
-    known and known.turns + 1 or 1, now, cls, depth, shared, tip))
+  call('HSET', K .. 'cv', ns .. private, fmt('%d %.0f %d %d %d|',
+    known and known.turns + 1 or 1, now, cls, depth, shared) .. tip)
   call('ZADD', K .. 'cu', now, ns .. private)
   return cls
 end
