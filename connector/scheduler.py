@@ -179,6 +179,7 @@ class ConnectorScheduler:
         tracker = self._context.trackers.get(request)
         if tracker is not None:
             tracker.blocks = []
+            tracker.computed = 0
             tracker.promise = None
             self._context.stats.add("preemptions")
             self._loads.ask(tracker)
@@ -196,7 +197,7 @@ class ConnectorScheduler:
             return None
         self._loads.forget_request(tracker)
         tracker.blocks = list(blocks)
-        tokens = min(num_computed_tokens, tracker.request.num_tokens - 1)
+        tokens = min(num_computed_tokens, tracker.computed, tracker.request.num_tokens - 1)
         self._saves.finish(tracker, tokens)
         return self._hand_off(tracker)
 
@@ -236,6 +237,7 @@ class ConnectorScheduler:
             if tracker is None:
                 continue
             done = part.num_computed_tokens + part.num_scheduled_tokens
+            tracker.computed = done
             tracker.turn_tokens += part.num_scheduled_tokens
             if part.num_scheduled_tokens >= PREFILL_TOKENS_MIN:
                 prefill_tokens += part.num_scheduled_tokens

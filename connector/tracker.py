@@ -70,6 +70,8 @@ class RequestTracker:
     known: depth that the store is known to have (by lookup, or by our own commits).
     promise: what the last match promised, until it is allocated.
     planned: depth up to which saves are planned. usable_max: bad blocks seen, load nothing deeper.
+    computed: tokens whose KV exists once the last step it was in has run: an engine also counts
+    tokens as computed that somebody has only promised to load.
     """
 
     request: RequestLike
@@ -91,6 +93,7 @@ class RequestTracker:
     loading: JobId | None = None
     blocks: list[BlockId] = field(default_factory=list)
     planned: int = 0
+    computed: int = 0
     committed: int = 0
     window: list[Job] = field(default_factory=list)
     saving: bool = True

@@ -225,6 +225,13 @@ class Kit:
         table = [BlockId(100 + i) for i in range(computed // B)]
         return self.core.on_finished(RequestId(request.request_id), computed, table)
 
+    def end_of(self, request: FakeRequest, computed: int) -> None:
+        """The rest is computed in one step, of which nothing can be asked for; then it ends."""
+        self.index.full = True
+        self.step(request, 0, computed)
+        self.index.full = False
+        self.finish(request, computed)
+
     def match(self, request: FakeRequest, computed: int = 0) -> int | None:
         return self.core.match(RequestId(request.request_id), computed)
 

@@ -114,7 +114,7 @@ def ended(kit: Kit) -> FakeRequest:
     kit.arrive(r)
     kit.hit(0)
     kit.step(r, 0, 0)
-    kit.finish(r, 40)
+    kit.end_of(r, 40)
     assert len(kit.pool.refs) == 10
     return r
 
@@ -220,7 +220,7 @@ def test_a_turn_ends_with_the_boundaries_of_prompt_and_reply() -> None:
     kit.commit()
     kit.core.poll()
     r.num_tokens = 26  # 13 generated; the last has no KV
-    kit.finish(r, 25)
+    kit.end_of(r, 25)
     kit.grant()
     _, (tail,) = kit.step()
     assert tail.hashes == tuple(r.block_hashes[3:6])
@@ -262,6 +262,15 @@ def test_blocks_of_an_unfinished_load_are_not_saved() -> None:
     kit.finish(r, 12)
     assert not kit.index.has(PrepareOp)
     kit.report(load)
+
+
+def test_blocks_that_somebody_else_promised_to_load_are_not_saved() -> None:
+    kit, r = Kit(), request(22)
+    kit.arrive(r)
+    kit.hit(0)
+    kit.allocate(r, 5, 0)  # another connector loads them
+    kit.finish(r, 20)  # and the client gives up meanwhile
+    assert not kit.index.has(PrepareOp)
 
 
 def test_holds_are_bounded() -> None:
