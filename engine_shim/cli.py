@@ -253,9 +253,32 @@ def _show(report: Any, args: argparse.Namespace) -> None:
     if args.json:
         emit_json({"ok": report.ok, "turns": rows})
         return
+    title = "tokens per turn"
+    if args.pd:
+        rows = [_narrow(row) for row in rows]
+        title += "; of the prefill (P) and the decode (D) engine: own+loaded/needed"
     columns = [name.removesuffix("_tokens").replace("_", " ") for name in rows[0]]
-    table("tokens per turn", columns, [list(row.values()) for row in rows])
+    table(title, columns, [list(row.values()) for row in rows])
     print("everything as it must be" if report.ok else "NOT as it must be (see above)")
+
+
+def _narrow(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of demo-pd for 80 columns; `--json` has every number apart."""
+
+    def tokens(role: str) -> str:
+        own, load, need = (row[f"{role}_{part}_tokens"] for part in ("own", "loaded", "need"))
+        return f"{own}+{load}/{need}"
+
+    return {
+        "turn": row["turn"],
+        "P": row["prefilled_by"].replace("prefill-", "P"),
+        "P had/need": tokens("prefill"),
+        "D": row["decoded_by"].replace("decode-", "D"),
+        "D had/need": tokens("decode"),
+        "prompt": row["prompt_tokens"],
+        "ttft s": row["ttft_s"],
+        "equal": row["equal"],
+    }
 
 
 def _log(level: str) -> None:

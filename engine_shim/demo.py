@@ -220,7 +220,7 @@ async def demo(turns: int, say: Say) -> Report:
         warm = ("serve", "--port", "0", "--kv-transfer-config", connector_flag(folder))
         say("starting two engines on one embedded store, and a cold one to compare with")
         async with running({"A": warm, "B": warm, "cold": COLD}) as engines, http_client() as http:
-            return await _alternate(http, engines, turns, say)
+            return await alternate(http, engines, turns, say)
 
 
 def http_client() -> httpx.AsyncClient:
@@ -228,9 +228,10 @@ def http_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False)
 
 
-async def _alternate(
+async def alternate(
     http: httpx.AsyncClient, engines: Mapping[str, Process], turns: int, say: Say
 ) -> Report:
+    """The conversation, on engines A and B in turn, each turn also on the engine `cold`."""
     info = await info_of(http, engines["A"].url)
     block = int(info["block_size"])
     meters = {name: Meter(http, engines[name], int(info["bytes_per_token"])) for name in "AB"}
