@@ -77,7 +77,7 @@ class Call(Generic[T]):
         self._abandoned = threading.Event()
         self._ended = False  # guarded by _lock
         self._done = threading.Event()  # ended or abandoned
-        self._began = 0.0  # 0: waits for a thread
+        self._began: float | None = None  # None: waits for a thread
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -159,7 +159,7 @@ class Call(Generic[T]):
 
     def running_s(self, now: float) -> float:
         """Since when a thread has been at it; 0 if none has begun."""
-        return now - self._began if self._began else 0.0
+        return 0.0 if self._began is None else now - self._began
 
 
 class _Hands:

@@ -16,7 +16,7 @@ from connector.config import Config, parse_config
 from connector.errors import StoreUnavailable
 from connector.ids import NodeId
 from store_worker.backends.mooncake import MooncakeNode, open_mooncake
-from store_worker.backends.mooncake_master import segments
+from store_worker.backends.mooncake_master import fetch, segments
 from store_worker.backends.mooncake_url import parse_mooncake_url
 from tests.servers import free_port
 from tests.waiting import eventually
@@ -177,6 +177,10 @@ class MooncakeCluster:
             return list(segments(parse_mooncake_url(self.url)))
         except StoreUnavailable:
             return None
+
+    def master_says(self, path: str) -> str:
+        """The answer of the master's admin port."""
+        return fetch(f"http://127.0.0.1:{self.admin_port}{path}", 5.0).decode()
 
     def used(self, name: NodeId) -> int:
         """Bytes of a segment that hold objects."""
