@@ -214,6 +214,10 @@ class ConnectorScheduler(Protocol):
     def reset_cache(self) -> bool:
         """Stop using what this engine has stored so far (new weights). False if it failed."""
 
+    def drop_holds(self) -> None:
+        """The engine empties its own cache: give every reference on its blocks back, now. What was
+        being read may be overwritten from here on."""
+
     def close_session(self, session_id: str, cache_salt: str | None) -> None:
         """The client ended this session. Returns at once."""
 
@@ -296,6 +300,9 @@ class NullScheduler:
     def reset_cache(self) -> bool:
         """Trivially."""
         return True
+
+    def drop_holds(self) -> None:
+        """There are none."""
 
     def close_session(self, session_id: str, cache_salt: str | None) -> None:
         """See ConnectorScheduler."""

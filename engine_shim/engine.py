@@ -140,8 +140,9 @@ class EngineCore:
     # ---- calls --------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_external: bool = False) -> bool:
-        """Forget the prefix cache; False while any block is in use (a connector's references
-        count). reset_external: tell the connector too, first."""
+        """Forget the prefix cache; False while a request uses a block (a connector lets go of
+        what it can first). reset_external: tell the connector to forget, too."""
+        self._connector.scheduler.drop_holds()
         done = self._connector.scheduler.reset_cache() if reset_external else True
         return self.scheduler.pool.reset_prefix_cache() and done
 

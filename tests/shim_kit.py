@@ -272,6 +272,9 @@ class ToyConnector:
         self.listed.clear()
         return True
 
+    def drop_holds(self) -> None:
+        """It keeps them until its saves have ended."""
+
     def close_session(self, session_id: str, cache_salt: str | None) -> None:
         self.closed.append((session_id, cache_salt))
 
