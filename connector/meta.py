@@ -60,7 +60,13 @@ class ReqMeta(Message, frozen=True):
 
 
 class SaveMeta(ReqMeta, frozen=True, tag="save"):
-    """Copy these pages to the store. The scheduler holds a reference on each until all report."""
+    """Copy these pages to the store. The scheduler holds a reference on each until all report.
+
+    grouped: the blocks lie below what conversations share, so that a store that evicts by itself
+    may evict them together with the rest of the session.
+    """
+
+    grouped: bool = False
 
 
 class LoadMeta(ReqMeta, frozen=True, tag="load"):

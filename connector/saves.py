@@ -173,6 +173,7 @@ class SaveFlow:
                     session=tracker.session,
                     generation=tracker.generation,
                     namespace=job.namespace,
+                    grouped=tracker.hit_kind == "tip" and bool(tracker.session),
                 )
             )
         self._ready.clear()

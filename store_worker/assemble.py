@@ -25,7 +25,9 @@ from store_worker.index import SessionIndex, open_index, options_of
 from store_worker.index.client import IndexClient
 from store_worker.index.janitor import Description, Desk
 from store_worker.index.locked import locked
+from store_worker.index.precheck import Precheck
 from store_worker.keys import NamespaceSpec, namespace_of, namespace_text
+from store_worker.nodes import MOONCAKE, NodeDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +89,7 @@ def open_scheduler_side(
 ) -> SchedulerSide:
     """The index client, ready or, after 3 s, not: a store that is down never stops an engine."""
     store, embedded = resolve_store(config, clock)
-    urls = {node_id(url): url for url in store.data}
-
+    names = tuple(node_id(url) for url in store.data if not url.startswith(MOONCAKE))
     naming = Naming(spec)
     options = msgspec.structs.replace(
         options_of(config),
@@ -105,11 +106,12 @@ def open_scheduler_side(
             threads=1,
             make_state=lambda: Desk(
                 index=index(),
-                nodes={name: open_node(url, config, clock) for name, url in urls.items()},
+                directory=NodeDirectory(store.data, config, clock),
                 config=config,
                 clock=clock,
                 object_bytes=object_bytes,
                 tell_identity=client.tell_identity,
+                tell_nodes=client.tell_nodes,
                 tell_gauges=client.tell_gauges,
                 describe=lambda: naming.description,
             ),
@@ -117,7 +119,10 @@ def open_scheduler_side(
             bytes_max=1 << 62,
         )
 
-    client = IndexClient(index(), config, tuple(urls), clock, pool)
+    client = IndexClient(index(), config, names, clock, pool)
+    cluster = next((url for url in store.data if url.startswith(MOONCAKE)), None)
+    if cluster is not None and config.mooncake_check:
+        client.precheck = Precheck(open_node(cluster, config, clock), clock)
     client.wait_ready(READY_S)
     return SchedulerSide(index=client, naming=naming, embedded=embedded)
 

@@ -297,7 +297,9 @@ def _gittins(edges: Sequence[int], hazards: Sequence[float]) -> tuple[float, ...
         for k in range(first, len(edges)):
             residence_ms += absent * time[k]
             absent *= stay[k]
-            best = max(best, (1.0 - absent) / residence_ms)
+            ratio = (1.0 - absent) / residence_ms
+            if ratio > best:
+                best = ratio
         scores.append(best)
     return tuple(scores)
 

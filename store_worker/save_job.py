@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from connector.errors import StoreTimeout, StoreUnavailable
-from connector.meta import JobResult
-from store_worker.backends.base import PutItem
+from connector.meta import BlockOutcome, JobResult, SaveMeta
+from store_worker.backends.base import DataNode, HintedNode, PutHints, PutItem
 from store_worker.job import (
     JobContext,
     Outcomes,
@@ -37,10 +39,21 @@ def _save_slice(piece: Slice, ticket: Ticket, context: JobContext, outcomes: Out
             hash = piece.hashes[index]
             header = memoryview(codec.pack(hash, parts, context.checksums))
             items.append(PutItem(key_of(ticket, codec, hash), [header, *parts]))
-        found = context.node(piece.node).put(items, context.ttl_ms, ticket.end)
+        found = _put(context.node(piece.node), items, ticket, context)
         outcomes.put(piece.start + batch.start, found)
         verdict = node_verdict(found)
         if verdict is not None:
             # What follows a gap can't be committed: no use in trying.
             outcomes.fill(piece, verdict)
             return
+
+
+def _put(
+    node: DataNode, items: Sequence[PutItem], ticket: Ticket, context: JobContext
+) -> list[BlockOutcome]:
+    """A store that evicts by itself is told what belongs together."""
+    meta = ticket.meta
+    if isinstance(node, HintedNode) and isinstance(meta, SaveMeta) and meta.grouped:
+        hints = PutHints(group=f"{meta.session.hex()}-{meta.generation}")
+        return node.put_hinted(items, hints, ticket.end)
+    return node.put(items, context.ttl_ms, ticket.end)

@@ -26,6 +26,7 @@ from store_worker.connections import Connections, OpenNode
 from store_worker.executor import Pool, ThreadPool
 from store_worker.job import JobContext, Ticket, result_of
 from store_worker.load_job import run_load
+from store_worker.nodes import MOONCAKE
 from store_worker.paged.copy import check_mover, fence, open_mover
 from store_worker.paged.layout import PagedCache
 from store_worker.save_job import run_save
@@ -85,11 +86,14 @@ def thread_pool(spec: PoolSpec) -> Pool[IoState]:
 def system_ports(config: Config, clock: Clock, nodes: Mapping[NodeId, str]) -> WorkerPorts:
     """Real threads, and connections to the nodes' URLs; one breaker per node for all threads."""
     breakers = {name: node_breaker(url, config, clock) for name, url in nodes.items()}
+    cluster = next((url for url in nodes.values() if url.startswith(MOONCAKE)), None)
     for url in nodes.values():
         # Connects to nothing: a bad URL stops the start, and libraries are imported by now.
         open_node(url, config, clock)
 
     def connect(name: NodeId) -> DataNode:
+        if cluster is not None:
+            return open_node(cluster, config, clock, name=name)
         if name not in nodes:
             raise StoreUnavailable(f"data node {name} is not in this engine's config")
         return open_node(nodes[name], config, clock, breakers[name])

@@ -96,12 +96,14 @@ def close_session(
 
 def open_desk(store: StoreConfig, config: Config, index: SessionIndex, clock: Clock) -> Desk:
     """What the janitor's functions need, for the nodes that can be opened here."""
-    from store_worker.backends.factory import node_id, open_node
     from store_worker.index.janitor import Desk
+    from store_worker.nodes import NodeDirectory
 
+    directory = NodeDirectory(store.data, config, clock)
+    directory.refresh()
     return Desk(
         index=index,
-        nodes={node_id(url): open_node(url, config, clock) for url in store.data},
+        directory=directory,
         config=config,
         clock=clock,
         object_bytes=0,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from connector.clock import Clock
 from connector.config import Config
 from connector.errors import StoreError, StoreUnavailable
-from connector.ids import NO_SESSION, NodeId, SessionKey
+from connector.ids import NO_NODE, NO_SESSION, NodeId, SessionKey
 from connector.indexmsg import (
     CommitOutcome,
     CommitRequest,
@@ -39,9 +39,7 @@ from connector.lookup import (
     CommitReply,
     DoneReply,
     ForgetOp,
-    HintKind,
     HintOp,
-    HintReply,
     IndexOp,
     IndexReply,
     LookupOp,
@@ -56,7 +54,9 @@ from store_worker.executor import Loop, Pool
 from store_worker.index import janitor, search
 from store_worker.index.base import SessionIndex
 from store_worker.index.failures import failure
+from store_worker.index.hints import take_hint
 from store_worker.index.keeper import Keeper
+from store_worker.index.precheck import Precheck, cut
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ TIP_POLL_S = 0.005
 DOWN_S = 0.25
 ROOM_TRIES = 4
 CLOSE_CALLS_MAX = 4096
-PRIORITY_DEMOTED = -1
 
 
 class Pending(NamedTuple):
@@ -90,8 +89,9 @@ class IndexClient:
     ) -> None:
         self._index = index
         self._config = config
-        self._nodes = tuple(nodes)
+        self._nodes = tuple(nodes)  # replaced whole, never changed
         self._clock = clock
+        self.precheck: Precheck | None = None  # set before the first operation
         self._wake = threading.Condition()
         self._queue: deque[Pending] = deque()  # bounded by post(); guarded by _wake
         self._replies: deque[IndexReply] = deque()  # one per posted op; guarded by _wake
@@ -156,6 +156,10 @@ class IndexClient:
         """The janitor has seen the index (its thread)."""
         self._identity = identity
         self._ready.set()
+
+    def tell_nodes(self, nodes: Sequence[NodeId]) -> None:
+        """The janitor has seen these data nodes (its thread)."""
+        self._nodes = tuple(nodes)
 
     def tell_gauges(self, gauges: Mapping[str, float]) -> None:
         """The janitor has looked at the whole store (its thread)."""
@@ -240,7 +244,8 @@ class IndexClient:
             case CloseOp():
                 return self._close(op)
             case HintOp():
-                return self._hint(op)
+                session = self._key(op.session_id, op.cache_salt)
+                return take_hint(self._index, session, op, self._close)
             case AbortOp():
                 self._delete(self._index.abort(op.grant))
             case ForgetOp():
@@ -263,6 +268,8 @@ class IndexClient:
         identity = self._seen()
         session = self._key(op.session_id, op.cache_salt)
         found = search.find(self._index, op.namespace, session, op.hashes, op.lease_s)
+        if self.precheck is not None and found.acquired.depth:
+            found = self._prechecked(self.precheck, op, found)
         return LookupReply(
             ticket=op.ticket,
             request=op.request,
@@ -276,6 +283,15 @@ class IndexClient:
             round_trips=found.round_trips,
             seconds=self._clock.now() - item.posted,
         )
+
+    def _prechecked(self, look: Precheck, op: LookupOp, found: search.Found) -> search.Found:
+        """Without what the store has dropped by itself, which is forgotten."""
+        store, acquired = self._seen().incarnation, found.acquired
+        depth = look.first_missing(store, op.namespace, op.hashes, acquired)
+        if depth == acquired.depth:
+            return found
+        self._delete(self._index.forget(op.namespace, [op.hashes[depth]], NO_NODE))
+        return found._replace(acquired=cut(acquired, depth))
 
     def _tip_due(self, op: LookupOp) -> bool:
         """True while the tip is neither committed nor abandoned."""
@@ -368,22 +384,6 @@ class IndexClient:
             if not closed.more:
                 break
         return CloseReply(session_id=op.session_id, ok=True, blocks=blocks)
-
-    def _hint(self, op: HintOp) -> HintReply:
-        session = self._key(op.session_id, op.cache_salt)
-        if op.kind is HintKind.RELEASE:
-            self._close(CloseOp(session_id=op.session_id, cache_salt=op.cache_salt))
-        elif op.kind is HintKind.PIN:
-            granted_s = self._index.pin(session, op.ttl_s)
-            if granted_s <= 0:
-                return HintReply(kind=op.kind, outcome="rejected", why="over the tenant's quota")
-            if granted_s < op.ttl_s:
-                return HintReply(kind=op.kind, outcome="clipped", why="to the tenant's quota")
-        else:
-            demoted = op.kind is HintKind.DEMOTE
-            priority = PRIORITY_DEMOTED if demoted else op.priority
-            self._index.retain(session, priority, op.ttl_s)
-        return HintReply(kind=op.kind, outcome="accepted")
 
     def _delete(
         self, victims: Sequence[Victim], then: Callable[[], None] | None = None

@@ -147,8 +147,11 @@ def _attach(
     found = tree.find(op, grant.ns, parent) if parent else None
     above, depth = found if found else (None, 0)
     s, entries = op.s, op.s.entries.setdefault(grant.ns, {})
-    run = above
-    if above is None or not _extends(above, depth, grant, len(hashes)):
+    if above is not None and _may_grow(above, depth, grant, len(hashes)):
+        run = above
+        if depth < above.stop:
+            run, _ = tree.split(op, above, depth)
+    else:
         s.last_run += 1
         run = Run(s.last_run, grant.ns, parent, depth, depth, grant.node, grant.epoch,
                   grant.ranks, grant.block_bytes, [])  # fmt: skip
@@ -157,25 +160,29 @@ def _attach(
         if above is not None:
             above.children.add(run.id, depth)
             _note_shared(above, depth)
-    assert run is not None
     for block in hashes:
         run.stop += 1
         entries[block] = (run.id, run.stop)
         run.hashes.append(block)
     tree.add_mark(run, Mark(run.stop, op.now, 0))  # `arrive` says the class
-    if above is not None and above is not run:
+    if above is not None and above is not run and above.id in s.runs:
         tree.settle(op, above)
     tree.settle(op, run)
 
 
-def _extends(run: Run, depth: int, grant: Grant, blocks: int) -> bool:
-    return (
-        run.stop == depth
-        and run.children.count(depth, depth) == 0
-        and (run.node, run.epoch) == (grant.node, grant.epoch)
-        and (run.ranks, run.block_bytes) == (grant.ranks, grant.block_bytes)
-        and depth - run.start + blocks <= L.BLOCKS_MAX
-    )
+def _may_grow(run: Run, depth: int, grant: Grant, blocks: int) -> bool:
+    """At its end, if nothing hangs there. Before its end, if the rest is what the same session
+    had there before (a template that rewrites the last turn): the rest is cut off, so that the
+    chain in use stays in few runs."""
+    if (
+        (run.node, run.epoch) != (grant.node, grant.epoch)
+        or (run.ranks, run.block_bytes) != (grant.ranks, grant.block_bytes)
+        or depth - run.start + blocks > L.BLOCKS_MAX
+    ):
+        return False
+    if depth == run.stop:
+        return run.children.count(depth, depth) == 0
+    return sessions.held_at(run, grant.session) == run.stop
 
 
 def _note_shared(run: Run, depth: int) -> None:

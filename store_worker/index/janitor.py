@@ -24,6 +24,7 @@ from connector.meta import BlockOutcome
 from store_worker.backends.base import DataNode, GetItem, PutItem
 from store_worker.index.base import SessionIndex
 from store_worker.keys import object_key
+from store_worker.nodes import NodeDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +52,27 @@ class Desk:
     """
 
     index: SessionIndex
-    nodes: dict[NodeId, DataNode]
+    directory: NodeDirectory
     config: Config
     clock: Clock
     object_bytes: int
     tell_identity: Callable[[IndexIdentity], None]
+    tell_nodes: Callable[[Sequence[NodeId]], None] = lambda nodes: None
     tell_gauges: Callable[[Mapping[str, float]], None] = lambda gauges: None
     describe: Callable[[], Description | None] = _nothing
 
     def interrupt(self) -> None:
         """Break whatever call is stuck."""
-        for node in self.nodes.values():
-            node.close()
+        self.directory.close()
 
     def close(self) -> None:
         """Drop the connections."""
         self.interrupt()
+
+    @property
+    def nodes(self) -> Mapping[NodeId, DataNode]:
+        """The data nodes known so far."""
+        return self.directory.nodes
 
     def deadline(self) -> float:
         """For one call to a data node."""
@@ -158,7 +164,9 @@ class CheckNodes(Job):
     def run(self, desk: Desk) -> None:
         try:
             identity = desk.index.identity()
-            for name, node in desk.nodes.items():
+            nodes = desk.directory.refresh()
+            desk.tell_nodes(tuple(nodes))
+            for name, node in nodes.items():
                 self._check(desk, name, node)
                 victims = desk.index.dying(name)
                 if victims:

@@ -9,9 +9,9 @@ RUN_COST = 2
 CANDIDATES_MAX = 16
 SLICES_MAX = 64
 """Slices of one `acquire`: neighbouring runs on one node are one slice."""
-PATH_RUNS_MAX = 512
+PATH_RUNS_MAX = 256
 """A chain in more runs than this is not extended."""
-WALK_RUNS_MAX = 1100
+WALK_RUNS_MAX = 600
 """No walk to the root is longer: a chain grows beyond PATH_RUNS_MAX only by splits."""
 
 HOLDS_MAX = 64

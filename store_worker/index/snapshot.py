@@ -48,9 +48,8 @@ from store_worker.policy import LRU_TABLE, ScoreTable
 PREFIX = b"{skv}:"
 TRIES = 5
 NAMESPACE_BYTES = 16
-_RUN = re.compile(
-    rb"(\d+) (\d+) (\d+) (\d+) (\d+) (\d+) (\d) (\S+) (\d) (\d+);([^;]*);([^;]*);([^;]*);([^|]*)\|"
-)
+_FRONT = re.compile(rb"(\d+) (\d+) (\d+) (\d+) (\d+) (\d+);([^;]*);([^|]*)\|")
+_REST = re.compile(rb"(\d+) (\d+) (\d) (\S+) (\d);([^;]*);([^;]*)$")
 
 
 def read_state(client: redis.Redis) -> State:
@@ -180,26 +179,29 @@ class _Reader:
 
     @staticmethod
     def _run(run_id: int, text: bytes, hashes: bytes) -> Run:
-        match = _RUN.match(text)
-        assert match is not None, f"run {run_id} is not what we write: {text!r}"
-        start, stop, node, epoch, ranks, size, free = (int(v) for v in match.groups()[:7])
-        ns_end = match.end() + int(match[10])
+        front = _FRONT.match(text)
+        assert front is not None, f"run {run_id} is not what we write: {text!r}"
+        start, stop, node, epoch, ns_bytes, parent_bytes = map(int, front.groups()[:6])
+        ns_end = front.end() + ns_bytes
+        parent = text[ns_end : ns_end + parent_bytes]
+        rest = _REST.match(text, ns_end + parent_bytes)
+        assert rest is not None, f"run {run_id} is not what we write: {text!r}"
         step = len(hashes) // max(1, stop - start) or 1
         run = Run(
-            run_id, text[match.end() : ns_end], text[ns_end:], start, stop, node, epoch, ranks,
-            size, [hashes[i : i + step] for i in range(0, len(hashes), step)],
+            run_id, text[front.end() : ns_end], parent, start, stop, node, epoch, int(rest[1]),
+            int(rest[2]), [hashes[i : i + step] for i in range(0, len(hashes), step)],
         )  # fmt: skip
         lists = [
-            [tuple(map(int, part.split())) for part in match[i].split(b",") if part]
-            for i in (11, 12, 13)
+            [tuple(map(int, part.split())) for part in packed.split(b",") if part]
+            for packed in (rest[6], rest[7], front[7])
         ]
         run.marks = [Mark(*m) for m in lists[0]]
         run.leases = [Lease(*m[:2]) for m in lists[1]]
         run.copies = [Copy(*m) for m in lists[2]]
-        run.shared = [int(d) for d in match[14].split()]
-        run.free = bool(free)
-        if match[8] != b"-":
-            level, cls = map(int, match[8].split(b":"))
+        run.shared = [int(d) for d in front[8].split()]
+        run.free = rest[3] == b"1"
+        if rest[4] != b"-":
+            level, cls = map(int, rest[4].split(b":"))
             run.where = (level, cls)
         return run
 

@@ -43,6 +43,7 @@ from store_worker.index.client import IndexClient
 from store_worker.index.janitor import Desk
 from store_worker.index.locked import locked
 from store_worker.keys import object_key
+from store_worker.nodes import NodeDirectory
 from tests.waiting import eventually
 
 NS = Namespace(b"n" * 16)
@@ -79,7 +80,7 @@ class Client:
     def desk(self, client: IndexClient) -> Desk:
         return Desk(
             index=self.index,
-            nodes={self.node_id: open_node(self.config.resolved_store().data[0], self.config)},
+            directory=NodeDirectory(self.config.resolved_store().data, self.config, self.clock),
             config=self.config,
             clock=self.clock,
             object_bytes=OBJECT_BYTES,

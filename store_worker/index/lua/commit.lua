@@ -59,11 +59,13 @@ local function revive(r, g, node)
   settle(r)
 end
 
-local function extends(r, depth, g, blocks)
-  return r.stop == depth
-    and r.node == g.node and r.epoch == g.epoch and r.ranks == g.ranks and r.bb == g.bb
-    and depth - r.start + blocks <= C_BLOCKS_MAX
-    and call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) == 0
+local function may_grow(r, depth, g, blocks)
+  if r.node ~= g.node or r.epoch ~= g.epoch or r.ranks ~= g.ranks or r.bb ~= g.bb
+    or depth - r.start + blocks > C_BLOCKS_MAX then
+    return false
+  end
+  if depth == r.stop then return call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) == 0 end
+  return held_at(r, g.session) == r.stop
 end
 
 local function note_shared(r, depth)
@@ -81,7 +83,9 @@ local function attach(g, node, parent, first, last)
   if parent ~= '' then above, depth = find(g.ns, parent) end
   depth = depth or 0
   local r = above
-  if not above or not extends(above, depth, g, last - first + 1) then
+  if above and may_grow(above, depth, g, last - first + 1) then
+    if depth < above.stop then r = split(above, depth) end
+  else
     M.run = M.run + 1
     r = {id = id12(M.run), ns = g.ns, parent = parent, start = depth, stop = depth,
          node = g.node, epoch = g.epoch, ranks = g.ranks, bb = g.bb, free = false, where = false,
@@ -105,7 +109,7 @@ local function attach(g, node, parent, first, last)
   each('HSET', K .. 'e:' .. g.ns, args)
   r.b, r.newb, r.dirty = concat(parts), true, true
   add_mark(r, r.stop, now, 0)
-  if above and above ~= r then settle(above) end
+  if above and above ~= r and not above.gone then settle(above) end
   settle(r)
 end
 

@@ -73,23 +73,37 @@ local function used(node) return node.stored + node.copies + node.granted + node
 
 -- runs ----------------------------------------------------------------------------------------
 local R = {}
-local RECORD = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d) (%S+) (%d) (%d+);'
-  .. '([^;]*);([^;]*);([^;]*);([^|]*)|()'
+-- A walk needs the first part only; the rest is parsed when one of its fields is asked for.
+local FRONT = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+);([^;]*);([^|]*)|()'
+local REST = '^(%d+) (%d+) (%d) (%S+) (%d);([^;]*);([^;]*)$'
+local LAZY = {ranks = 1, bb = 1, free = 1, where = 1, timer = 1, tmarks = 1, tleases = 1}
+local META_RUN = {__index = function(r, field)
+  if not LAZY[field] then return nil end
+  local text = rawget(r, 'text')
+  if not text then return nil end
+  local ranks, bb, free, where, timer, marks, leases = string.match(text, REST, r.at)
+  for name, value in pairs({ranks = ranks + 0, bb = bb + 0, free = free == '1',
+    where = where ~= '-' and where, timer = timer == '1', tmarks = marks, tleases = leases}) do
+    if rawget(r, name) == nil then r[name] = value end
+  end
+  r.text = nil
+  return rawget(r, field)
+end}
 
 local function run_of(id)
   local r = R[id]
   if r then return r end
   local text = call('GET', K .. 'r:' .. id)
-  local start, stop, node, epoch, ranks, bb, free, where, timer, nslen, marks, leases, copies,
-    shared, at = string.match(text, RECORD)
-  nslen = tonumber(nslen)
-  r = {
-    id = id, start = tonumber(start), stop = tonumber(stop), node = tonumber(node),
-    epoch = tonumber(epoch), ranks = tonumber(ranks), bb = tonumber(bb), free = free == '1',
-    where = where ~= '-' and where, timer = timer == '1', tmarks = marks, tleases = leases,
-    tcopies = copies, tshared = shared, ns = sub(text, at, at + nslen - 1),
-    parent = sub(text, at + nslen)
-  }
+  local start, stop, node, epoch, nslen, plen, copies, shared, at = string.match(text, FRONT)
+  local mid = at + nslen
+  local rest = mid + plen
+  r = setmetatable({
+    id = id, start = start + 0, stop = stop + 0, node = node + 0, epoch = epoch + 0,
+    tcopies = copies, tshared = shared, ns = sub(text, at, mid - 1),
+    parent = sub(text, mid, rest - 1), text = text, at = rest
+  }, META_RUN)
+  if copies == '' then r.copies = {} end
+  if shared == '' then r.shared = {} end
   R[id] = r
   return r
 end
@@ -129,11 +143,11 @@ local function write_run(r)
   if r.leases then r.tleases = untriples(r.leases) end
   if r.copies then r.tcopies = untriples(r.copies) end
   if r.shared then r.tshared = concat(r.shared, ' ') end
-  local head = fmt('%d %d %d %d %d %.0f %d %s %d %d;', r.start, r.stop, r.node, r.epoch, r.ranks,
-    r.bb, r.free and 1 or 0, r.where or '-', r.timer and 1 or 0, #r.ns)
   -- joined, not formatted: %s ends at a zero byte
-  call('SET', K .. 'r:' .. r.id, concat({head, r.tmarks, ';', r.tleases, ';', r.tcopies, ';',
-    r.tshared, '|', r.ns, r.parent}))
+  call('SET', K .. 'r:' .. r.id, concat({
+    fmt('%d %d %d %d %d %d;', r.start, r.stop, r.node, r.epoch, #r.ns, #r.parent), r.tcopies, ';',
+    r.tshared, '|', r.ns, r.parent, fmt('%d %.0f %d %s %d;', r.ranks, r.bb, r.free and 1 or 0,
+    r.where or '-', r.timer and 1 or 0), r.tmarks, ';', r.tleases}))
   if r.newb then call('SET', K .. 'b:' .. r.id, r.b) end
 end
 
