@@ -1,4 +1,4 @@
-"""A shim engine with its front ends as a process of its own, for tests."""
+"""A shim engine with its front ends, or a proxy, as a process of its own, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from threading import Timer
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -23,24 +23,24 @@ _LIBC = ctypes.CDLL(None)
 SMALL = '{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}'
 
 
-class ShimServer:
-    """`session-kv serve` with `flags`, on free ports. A context manager.
+class CommandServer:
+    """`session-kv COMMAND`, a server on free ports. A context manager.
 
     url: of the HTTP front end. grpc: host:port, if --grpc-port was among the flags.
     """
 
-    def __init__(self, *flags: str, model: str = SMALL) -> None:
-        self._flags = ["--port", "0", "--model", model, *flags]
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
         self._process: subprocess.Popen[str] | None = None
-        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the object
         self.url = self.grpc = ""
         # verify=False: reading the machine's certificates takes longer than a request.
         self.http = httpx.Client(timeout=60, trust_env=False, verify=False)
 
-    def start(self) -> ShimServer:
+    def start(self) -> Self:
         """Returns when it serves."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine_shim.cli", "serve", *self._flags],
+            [sys.executable, "-m", "engine_shim.cli", *self._arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -58,12 +58,18 @@ class ShimServer:
         finally:
             late.cancel()
         self.stop()
-        raise RuntimeError(f"the shim ended at its start:\n{self.log()}")
+        raise RuntimeError(f"it ended at its start:\n{self.log()}")
 
     def log(self) -> str:
         """What it wrote to standard error."""
         self._words.seek(0)
         return self._words.read()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -89,15 +95,28 @@ class ShimServer:
             return self._process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            raise AssertionError(f"the shim does not stop:\n{self.log()}") from None
+            raise AssertionError(f"it does not stop:\n{self.log()}") from None
 
-    def __enter__(self) -> ShimServer:
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_DEADLINE_S)
+
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self.returncode is None:
                 self.stop()
+
+
+class ShimServer(CommandServer):
+    """`session-kv serve`, with a small model."""
+
+    def __init__(self, *flags: str, model: str = SMALL) -> None:
+        super().__init__("serve", "--port", "0", "--model", model, *flags)
 
 
 def _die_with_parent() -> None:

@@ -405,7 +405,12 @@ def test_start_refuses_engines_that_do_not_answer() -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [([], ["http://a"]), (["http://a"], []), (["a:1"], ["http://a"]), (["http://a"] * 2, ["http://b"])],
+    [
+        ([], ["http://a"]),
+        (["http://a"], []),
+        (["a:1"], ["http://a"]),
+        (["http://a"] * 2, ["http://b"]),
+    ],
 )
 def test_start_refuses_bad_urls(prefill: list[str], decode: list[str]) -> None:
     with pytest.raises(ConfigError):
