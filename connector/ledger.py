@@ -91,9 +91,9 @@ class Ledger:
         """Say where references on blocks are taken. Without a pool nothing is saved."""
         self._pool = pool
 
-    def room_for(self, blocks: int) -> bool:
-        """True if a save of so many blocks may hold them now."""
-        return self._pool is not None and self.held_blocks + blocks <= self._held_blocks_max
+    def room(self) -> int:
+        """Blocks that one more save may hold now."""
+        return 0 if self._pool is None else self._held_blocks_max - self.held_blocks
 
     def open(
         self,

@@ -143,7 +143,7 @@ class LoadFlow:
         if tokens < config.min_load_tokens:
             return "short"
         open_bytes = context.ledger.bytes_open(JobKind.LOAD, engine.block_bytes)
-        if open_bytes + load_bytes > config.load_bytes_in_flight_max:
+        if open_bytes and open_bytes + load_bytes > config.load_bytes_in_flight_max:
             return "bytes"
         if config.cost_model and not planner.worth_loading(
             load_bytes, tokens, context.load_rate.median, context.compute_rate.median

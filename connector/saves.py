@@ -59,21 +59,15 @@ class SaveFlow:
         self._advance(tracker)
 
     def _open(self, tracker: RequestTracker, start: int, stop: int) -> bool:
+        """Open a job over (start, stop], or over as much of it as there is room for."""
         context = self._context
-        engine, ledger = context.engine, context.ledger
-        why = ""
-        if not ledger.room_for(stop - start):
-            why = "hold"
-        elif (
-            ledger.bytes_open(JobKind.SAVE, engine.block_bytes)
-            + (stop - start) * engine.block_bytes
-            > context.config.save_bytes_in_flight_max
-        ):
-            why = "bytes"
-        if why:
+        ledger = context.ledger
+        blocks, why = min((ledger.room(), "hold"), (self._byte_room(), "bytes"))
+        if blocks <= 0:
             tracker.retry_at = context.clock.now() + RETRY_S / 20
             context.stats.add("saves_declined", reason=why)
             return False
+        stop = min(stop, start + blocks)
         hashes = [BlockHash(h) for h in tracker.request.block_hashes[start:stop]]
         span = (start, hashes, tracker.blocks[start:stop])
         now = context.clock.now()
@@ -83,6 +77,14 @@ class SaveFlow:
         tracker.window.append(job)
         tracker.planned = stop
         return True
+
+    def _byte_room(self) -> int:
+        """Blocks that one more save may have in flight; at least one when there is no other."""
+        context = self._context
+        block_bytes = context.engine.block_bytes
+        used = context.ledger.bytes_open(JobKind.SAVE, block_bytes)
+        left = (context.config.save_bytes_in_flight_max - used) // block_bytes
+        return left if used else max(1, left)
 
     def _advance(self, tracker: RequestTracker) -> None:
         """Ask for room for the first job, if it has not been asked for."""

@@ -258,6 +258,13 @@ def test_more_bytes_than_may_be_in_flight_are_a_miss_before_blocks_are_promised(
     assert kit.core.take_stats()["loads_declined{reason=bytes}"] == 1
 
 
+def test_a_load_larger_than_the_limit_runs_alone() -> None:
+    kit, r = Kit(load_bytes_in_flight_max=1), request()
+    kit.arrive(r)
+    kit.hit(5)
+    assert kit.match(r) == 20
+
+
 def test_short_hits_may_be_left_by_config() -> None:
     kit, r = Kit(min_load_tokens=12), request()
     kit.arrive(r)

@@ -276,14 +276,21 @@ def test_blocks_that_somebody_else_promised_to_load_are_not_saved() -> None:
 def test_holds_are_bounded() -> None:
     kit, r = Kit(num_blocks=12), request(22)
     running(kit, r)
-    assert kit.core.open_jobs() == 0
+    # Of 5 blocks as many as may be held: what is larger than the limit is not refused for ever.
+    assert len(kit.grant().hashes) == 3 and sum(kit.pool.refs.values()) == 3
+    other = request(22, name="other")
+    running(kit, other)
+    assert kit.core.open_jobs() == 1
     assert kit.core.take_stats()["saves_declined{reason=hold}"] == 1
 
 
-def test_bytes_in_flight_are_bounded() -> None:
-    kit, r = Kit(save_bytes_in_flight_max=300), request(22)
+@pytest.mark.parametrize(("limit", "first"), [(300, 3), (1, 1)])
+def test_bytes_in_flight_are_bounded(limit: int, first: int) -> None:
+    kit, r = Kit(save_bytes_in_flight_max=limit), request(22)
     running(kit, r)
-    assert kit.core.open_jobs() == 0
+    assert len(kit.grant().hashes) == first
+    running(kit, request(22, name="other"))
+    assert kit.core.open_jobs() == 1
     assert kit.core.take_stats()["saves_declined{reason=bytes}"] == 1
 
 
