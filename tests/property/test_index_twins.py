@@ -85,12 +85,17 @@ depths = st.integers(0, 13)
 sessions = st.sampled_from(SESSIONS)
 namespaces = st.sampled_from((NS, NS, NS, OTHER_NS))
 
-SAVES = dict(
-    c=chains, back=st.sampled_from((0, 0, 0, 0, 1, 2, 5, 99, -1)), blocks=st.integers(1, 13),
-    session=sessions, ns=namespaces,
-    nodes=st.lists(st.sampled_from(NODES), min_size=1, max_size=2, unique=True),
-    how=hows, saved=st.sampled_from((13, 13, 13, 13, 3, 0, -1, -1)), turn=st.booleans(),
-)  # fmt: skip
+SAVES: dict[str, Any] = {
+    "c": chains,
+    "back": st.sampled_from((0, 0, 0, 0, 1, 2, 5, 99, -1)),
+    "blocks": st.integers(1, 13),
+    "session": sessions,
+    "ns": namespaces,
+    "nodes": st.lists(st.sampled_from(NODES), min_size=1, max_size=2, unique=True),
+    "how": hows,
+    "saved": st.sampled_from((13, 13, 13, 13, 3, 0, -1, -1)),
+    "turn": st.booleans(),
+}
 
 
 def records(s: State) -> dict[str, Any]:
