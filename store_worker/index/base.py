@@ -32,6 +32,7 @@ from connector.indexmsg import (
     SessionState,
     Victim,
 )
+from store_worker.index.records import State
 from store_worker.policy import Ended, ScoreTable, Turn
 
 
@@ -151,6 +152,9 @@ class SessionIndex(Protocol):
     def turns(self, after: int = 0, count: int = 1000) -> tuple[int, tuple[Turn | Ended, ...]]:
         """What a policy learns from: the log's events number after+1 and on, at most `count`, and
         the number of the last one returned. The log is bounded; what fell out of it is skipped."""
+
+    def snapshot(self) -> State:
+        """Everything, as plain records, for `verify` and for people; dear where there is much."""
 
     def check_integrity(self) -> list[str]:
         """Every violated invariant (I1, I5, I9b, refs), in words; empty when sound."""

@@ -265,6 +265,10 @@ class MemoryIndex:
         events = tuple(islice(s.log, skip, skip + count))
         return first + skip + len(events), events
 
+    def snapshot(self) -> State:
+        """See SessionIndex. The state itself, not a copy."""
+        return self.state
+
     def check_integrity(self) -> list[str]:
         """See SessionIndex."""
         return check(self.state)

@@ -35,6 +35,7 @@ from store_worker.index import replies
 from store_worker.index.integrity import check
 from store_worker.index.limits import FORMAT, NEVER_MS, PIN_TTL_MAX_S
 from store_worker.index.options import IndexOptions
+from store_worker.index.records import State
 from store_worker.index.requests import check_candidates, check_hashes, check_prepare
 from store_worker.index.scripts import script
 from store_worker.index.snapshot import read_state
@@ -281,6 +282,13 @@ class RedisIndex:
         got = self._call("turns", 0, after, count)
         events = tuple(replies.event(text) for text in got[1:])
         return int(got[0]) + len(events), events
+
+    def snapshot(self) -> State:
+        """See SessionIndex."""
+        try:
+            return read_state(self._client)
+        except redis.RedisError as error:
+            raise failure("snapshot", error) from error
 
     def check_integrity(self) -> list[str]:
         """See SessionIndex. Reads everything: slow, for tests and `verify`."""
