@@ -107,6 +107,11 @@ class AsyncClient:
         return self._link.address
 
     @property
+    def process(self) -> EngineProcess | None:
+        """The engine's process if it is ours."""
+        return self._process
+
+    @property
     def errored(self) -> bool:
         """True once the engine is dead."""
         return self._link.dead is not None

@@ -113,5 +113,5 @@ def load_config(raw: bytes | str) -> EngineConfig:
     """From JSON. Raises ConfigError."""
     try:
         return msgspec.json.decode(raw, type=EngineConfig).check()
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise ConfigError("engine config", "(JSON)", f"valid fields ({error})") from error

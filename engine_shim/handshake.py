@@ -12,7 +12,7 @@ fields without any error, and the peers refuse each other. Pure functions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -124,8 +124,3 @@ def decode_hello(raw: bytes) -> Hello:
         raise WireError(
             f"the peer's first message is no Hello of protocol {PROTOCOL_VERSION}: {error}"
         ) from error
-
-
-def field_names(schemas: Mapping[str, Schema]) -> dict[str, list[str]]:
-    """Field lists by message, for documentation and golden files."""
-    return {name: schema.fields for name, schema in schemas.items()}

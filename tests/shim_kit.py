@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from connector.errors import ConfigError
 from engine_shim.api import RequestOptions
 from engine_shim.config import EngineConfig
 from engine_shim.connector_port import (
@@ -213,11 +214,9 @@ class ToyConnector:
     ) -> None:
         self.log.append(("alloc", request.request_id, len(block_ids), num_external_tokens))
         if num_external_tokens:
-            # For a load the table may be longer than the hit only if it is synchronous.
-            ends = [i for i in range(len(request.block_hashes) + 1)]
             first = (request.num_computed_tokens - num_external_tokens) // self.size
             count = num_external_tokens // self.size
-            assert first + count in ends
+            assert first + count <= min(len(request.block_hashes), len(block_ids))
             hashes = list(request.block_hashes[first : first + count])
             blocks = list(block_ids[first : first + count])
             self._loads.append((request.request_id, hashes, blocks))
@@ -290,7 +289,7 @@ class ToyWorker:
 
     def __init__(self, owner: ToyConnector, rank: int) -> None:
         self._owner, self._rank = owner, rank
-        self._cache: torch.Tensor
+        self.cache: torch.Tensor
         self._loads: list[list[object]] = []
         self._saves: list[list[object]] = []
         self._sends: list[list[object]] = []
@@ -299,7 +298,7 @@ class ToyWorker:
         self._meta: _Meta | None = None
 
     def register_kv_caches(self, regions: Sequence[torch.Tensor]) -> None:
-        (self._cache,) = regions
+        (self.cache,) = regions
 
     def start_step(self, meta: object | None) -> None:
         assert meta is None or isinstance(meta, _Meta)
@@ -318,9 +317,9 @@ class ToyWorker:
             if held is None or (block_hash in self._owner.faults.lost and self._rank == 0):
                 self._failed.add(block)
                 self._lost.add(block_hash)
-                self._cache[block] = WRONG
+                self.cache[block] = WRONG
             else:
-                self._cache[block] = held
+                self.cache[block] = held
 
     def end_step(self) -> None:
         faults = self._owner.faults
@@ -335,7 +334,7 @@ class ToyWorker:
             self._load(hashes, blocks)  # type: ignore[arg-type]
         for _, _, hashes, blocks in saved:
             for block_hash, block in zip(hashes, blocks, strict=True):  # type: ignore[call-overload]
-                self._owner.store[(self._rank, block_hash)] = self._cache[block].clone()
+                self._owner.store[(self._rank, block_hash)] = self.cache[block].clone()
         payload = (self._rank, [row[1] for row in saved], self._lost)
         report = WorkerReport(
             finished_loads=frozenset(str(row[1]) for row in loaded),
@@ -427,3 +426,11 @@ class Driver:
         assert stats["free_blocks"] == stats["num_blocks"], stats
         assert not self.core.scheduler.requests
         assert not self.core.must_poll
+
+
+def toy_factory(config: EngineConfig) -> Connector:
+    """A `connector_port.ConnectorFactory` for engine processes of the tests."""
+    assert config.kv_transfer_config is not None
+    if config.kv_transfer_config.get("fail"):
+        raise ConfigError("fail", True, "a connector that works")
+    return ToyConnector(config, Faults(**config.kv_transfer_config.get("faults", {}))).bundle()

@@ -23,7 +23,7 @@ class ModelRunner:
         self._device = torch.device(config.device)
         self.caches: list[list[Tensor]] = make_caches(config)
         """[rank][layer], see `connector_port.ConnectorWorker.register_kv_caches`."""
-        self._model = Transformer(config, self.caches)
+        self.model = Transformer(config, self.caches)
         self._tokens: dict[str, list[int]] = {}
 
     def execute(self, work: Sequence[Work]) -> dict[str, Sampled]:
@@ -48,10 +48,10 @@ class ModelRunner:
                 assert end == len(known), f"{part.request_id} samples in the middle"
                 rows.append(len(tokens) - 1)
                 sampling.append(part)
-        batch = self._model.attention.batch(
+        batch = self.model.attention.batch(
             [(part.start, part.count, part.block_ids) for part in work]
         )
-        logits = self._model.forward(
+        logits = self.model.forward(
             torch.tensor(tokens, device=self._device),
             batch,
             torch.tensor(rows, dtype=torch.int64, device=self._device),
