@@ -12,6 +12,7 @@ import pytest
 from tests.servers import Server
 
 if TYPE_CHECKING:
+    from tests.vllm.dialogs import Reference
     from tests.vllm.scheduler_kit import Engine
 
 
@@ -99,3 +100,15 @@ def solo() -> Iterator[Solo]:
             return known[key]
 
         yield answer
+
+
+@pytest.fixture(scope="session")
+def reference() -> Iterator[Reference]:
+    """A vLLM server without a connector."""
+    from tests.vllm.dialogs import Reference
+    from tests.vllm.servers import Spec, running
+
+    with running(Spec("reference")) as (server,):
+        made = Reference(server)
+        yield made
+        made.close()

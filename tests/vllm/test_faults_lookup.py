@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,15 +217,9 @@ def test_fault_60_decode_falls_back_at_its_deadline(
 
 def test_fault_50_metrics_never_raise() -> None:
     registry = CollectorRegistry()
-
-    class Own(Counter):
-        """A counter in a registry of this test."""
-
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(registry=registry, **kwargs)
-
+    own = partial(Counter, registry=registry)
     config = engine_config(transfer_config("memory://x"))
-    types: dict[Any, Any] = {Counter: Own, Gauge: Gauge, Histogram: Histogram}
+    types: dict[Any, Any] = {Counter: own, Gauge: Gauge, Histogram: Histogram}
     metrics = SessionKVConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
     assert isinstance(metrics, SessionKVPromMetrics)
     odd = {"loads": -3, "bytes": math.inf, "nan": math.nan, "late{by=x}": 2, "zero": 0, "a-b": 1}

@@ -1,0 +1,212 @@
+"""A conversation moves between two vLLM servers on one Redis, started with the one flag that the
+README prints. A third server, without a connector, says what is right.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+from tests.servers import Server
+from tests.vllm import tiny_model
+from tests.vllm.dialogs import (
+    Dialog,
+    Reference,
+    StoreView,
+    assert_cached,
+    chat,
+    client_of,
+    follow,
+)
+from tests.vllm.servers import (
+    MODEL_NAME,
+    TOKENS_PER_BLOCK,
+    Spec,
+    VllmServer,
+    running,
+    transfer_config,
+)
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@dataclass
+class Pair:
+    """Two servers on one Redis, and a client of each."""
+
+    redis: Server
+    servers: list[VllmServer]
+    clients: list[openai.OpenAI]
+    view: StoreView
+
+    def reset_local(self) -> None:
+        """Empty both engines' own caches; nothing may hold a block once they are idle."""
+        for server in self.servers:
+            eventually(server.reset_local_cache, 20, f"{server.spec.name} holds nothing", 0.05)
+
+
+@pytest.fixture(scope="module")
+def pair(reference: Reference) -> Iterator[Pair]:
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(Server(memory="1gb", tcp=True))
+        transfer = transfer_config(redis.tcp_url)
+        servers = stack.enter_context(running(Spec("a", transfer), Spec("b", transfer)))
+        clients = [stack.enter_context(client_of(server)) for server in servers]
+        yield Pair(redis, servers, clients, StoreView(redis.tcp_url))
+
+
+def test_a_conversation_alternates_between_two_servers(pair: Pair, reference: Reference) -> None:
+    dialog = reference.dialog(1, turns=5)
+    replies = follow(pair.clients, dialog, "talk-1", pair.view)
+    assert replies[0].cached_tokens == 0
+    assert_cached(dialog, replies)
+    assert dialog.need(1) > 0
+
+
+def test_the_text_depends_on_what_is_loaded(pair: Pair, reference: Reference) -> None:
+    """The control of all tests here: another early token gives another text."""
+    turn = reference.dialog(1, turns=5).turns[-1]
+    first, *rest = turn.messages
+    other = [{**first, "content": first["content"].replace("1 is", "2 is", 1)}, *rest]
+    assert chat(pair.clients[0], other, tokens=24).text != turn.reply.text
+
+
+def test_a_hit_comes_from_the_store_when_the_local_cache_is_empty(
+    pair: Pair, reference: Reference
+) -> None:
+    dialog = reference.dialog(2, turns=2, words=400)
+    follow(pair.clients[:1], dialog, "talk-2", pair.view)
+    last = dialog.turns[-1]
+    pair.view.wait_for("talk-2", last.reply.prompt_tokens // TOKENS_PER_BLOCK)
+    pair.reset_local()
+    for client in pair.clients:
+        reply = chat(client, last.messages, "talk-2")
+        assert reply.text == last.reply.text
+        assert reply.cached_tokens >= (reply.prompt_tokens - 1) // TOKENS_PER_BLOCK * (
+            TOKENS_PER_BLOCK
+        )
+
+
+def test_no_session_id_works_too(pair: Pair, reference: Reference) -> None:
+    dialog = reference.dialog(3, turns=3)
+    assert_cached(dialog, follow(pair.clients, dialog, "", pair.view))
+
+
+def test_prompt_logprobs_beside_a_stored_prefix(pair: Pair, reference: Reference) -> None:
+    dialog = reference.dialog(4, turns=2)
+    follow(pair.clients[:1], dialog, "talk-4")
+    pair.reset_local()
+    last = dialog.turns[-1]
+    asked = {"extra_body": {"prompt_logprobs": 1}}
+    reply = chat(pair.clients[0], last.messages, "talk-4", **asked)
+    assert (reply.text, reply.cached_tokens) == (last.reply.text, 0)
+    answer = pair.clients[1].chat.completions.create(
+        model=MODEL_NAME,
+        messages=last.messages,  # type: ignore[arg-type]
+        max_tokens=1,
+        temperature=0,
+        extra_headers={"X-Session-ID": "talk-4"},
+        **asked,
+    )
+    assert len(answer.prompt_logprobs) == last.reply.prompt_tokens  # type: ignore[attr-defined]
+    again = chat(pair.clients[1], last.messages, "talk-4")
+    assert again.text == last.reply.text
+
+
+def test_streaming_gives_the_same_text(pair: Pair, reference: Reference) -> None:
+    dialog = reference.dialog(5, turns=4)
+    for index, turn in enumerate(dialog.turns):
+        stream = pair.clients[index % 2].chat.completions.create(
+            model=MODEL_NAME,
+            messages=turn.messages,  # type: ignore[arg-type]
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_headers={"X-Session-ID": "talk-5"},
+        )
+        text, cached = "", 0
+        for part in stream:
+            if part.choices:
+                text += part.choices[0].delta.content or ""
+            if part.usage is not None and part.usage.prompt_tokens_details is not None:
+                cached = part.usage.prompt_tokens_details.cached_tokens or 0
+        assert text == turn.reply.text
+        assert cached >= dialog.need(index)
+        if index + 1 < len(dialog.turns):
+            pair.view.wait_for("talk-5", dialog.need(index + 1) // TOKENS_PER_BLOCK)
+
+
+def test_many_conversations_at_once(pair: Pair, reference: Reference) -> None:
+    count = 32
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        made = [threads.submit(reference.dialog, 600 + i, 3, 40, 16) for i in range(count)]
+        dialogs = [job.result() for job in made]
+        turned = pair.clients[::-1]
+        held = [
+            threads.submit(follow, turned if i % 2 else pair.clients, d, f"many-{i}", pair.view)
+            for i, d in enumerate(dialogs)
+        ]
+        for dialog, job in zip(dialogs, held, strict=True):
+            assert_cached(dialog, job.result())
+    pair.reset_local()
+
+
+def test_a_template_that_strips_reasoning_keeps_the_earlier_prompt(
+    pair: Pair, reference: Reference
+) -> None:
+    template = {"extra_body": {"chat_template": tiny_model.REASONING_TEMPLATE}}
+    first = reference.dialog(7, turns=1, words=200, **template).turns[0]
+    thought = {"role": "assistant", "content": f"<think>{first.reply.text}</think>Yes."}
+    question = {"role": "user", "content": "And then? " * 20}
+    messages = [*first.messages, thought, question]
+    right = reference.reply(messages, **template)
+    assert right.gap > 1e-4
+    assert chat(pair.clients[0], first.messages, "talk-7", **template).text == first.reply.text
+    pair.view.wait_for("talk-7", first.reply.prompt_tokens // TOKENS_PER_BLOCK)
+    reply = chat(pair.clients[1], messages, "talk-7", **template)
+    assert reply.text == right.text
+    # The old prompt ended in "<think>"; the new one goes on differently from there.
+    common = (first.reply.prompt_tokens - len("<think>")) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+    assert reply.cached_tokens >= common > 0
+
+
+def test_redis_dies_and_comes_back_empty(pair: Pair, reference: Reference) -> None:
+    dialogs = [reference.dialog(800 + i, turns=3, words=150) for i in range(6)]
+    halves = [Dialog(d.turns[:1]) for d in dialogs]
+    for i, half in enumerate(halves):
+        follow(pair.clients, half, f"lost-{i}")
+    pair.reset_local()
+    pair.redis.kill()
+    with concurrent.futures.ThreadPoolExecutor(len(dialogs)) as threads:
+        jobs = [
+            threads.submit(follow, pair.clients, d, f"lost-{i}") for i, d in enumerate(dialogs)
+        ]
+        pair.redis.start()
+        for job in jobs:
+            job.result()  # every text right, whatever was hit
+    pair.reset_local()
+    fresh = reference.dialog(820, turns=2, words=150)
+
+    def hits_again() -> bool:
+        replies = follow(pair.clients, fresh, "after", pair.view)
+        pair.reset_local()
+        return replies[-1].cached_tokens >= fresh.need(1)
+
+    eventually(hits_again, 30, "hits without a restart", again_s=0.2)
+
+
+def test_nothing_failed_and_nothing_is_held(pair: Pair) -> None:
+    pair.reset_local()
+    for server in pair.servers:
+        found = server.metrics()
+        assert server.idle()
+        assert found.get("vllm:kv_cache_usage_perc", 0.0) == 0.0
+        log = server.log()
+        assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:3000]
