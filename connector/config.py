@@ -96,6 +96,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lookup_deadline_s: Annotated[
         PositiveFloat, Meta(description="A lookup that takes longer is a miss.")
     ] = 0.5
+    save_wait_s: Annotated[
+        float,
+        Meta(ge=0, description="How long a lookup waits for a save that would lengthen its hit."),
+    ] = 0.1
     index_timeout_s: Annotated[
         PositiveFloat, Meta(description="Limit for one call to the index.")
     ] = 1.0

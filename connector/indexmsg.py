@@ -70,11 +70,13 @@ class Acquired(Struct, frozen=True):
     """Answer of `acquire`: the usable prefix, whole and leased.
 
     depth: blocks that can be loaded (0: a miss). slices cover (0, depth] in order.
+    pending: a deeper candidate is part of a save under way: soon there will be more.
     """
 
     depth: int
     slices: tuple[RunSlice, ...] = ()
     lease_until_ms: int = 0
+    pending: bool = False
 
 
 class Victim(Struct, frozen=True):

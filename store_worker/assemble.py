@@ -32,6 +32,7 @@ from store_worker.nodes import MOONCAKE, NodeDirectory
 if TYPE_CHECKING:
     import torch
 
+    from store_worker.paged.layout import PagedCache
     from store_worker.worker import StoreWorker
 
 READY_S = 3.0
@@ -142,7 +143,24 @@ def open_worker_side(
     urls: dict[NodeId, str] = {node_id(url): url for url in store.data}
     cache = paged_cache(caches, num_blocks)
     close: Callable[[], None] = embedded.close if embedded is not None else _nothing
+    cluster = next((url for url in store.data if url.startswith(MOONCAKE)), None)
+    if cluster is not None:
+        close = _join_mooncake(cluster, config, clock, cache)
     return StoreWorker(config, rank, cache, clock, urls, on_close=close)
+
+
+def _join_mooncake(
+    url: str, config: Config, clock: Clock, cache: PagedCache
+) -> Callable[[], None]:
+    """Become a member of the cluster, with the segment that the URL promises and the cache as
+    memory to send from; returns the way out."""
+    from store_worker.backends.mooncake import Membership
+
+    member = Membership(url, config, clock)
+    if cache.device.type == "cpu":
+        for storage in cache.storages:
+            member.register(storage.numpy().data)
+    return member.close
 
 
 def _nothing() -> None:

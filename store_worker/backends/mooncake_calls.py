@@ -11,12 +11,14 @@ its last call has returned.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from connector.clock import Clock
+from connector.clock import Clock, SystemClock
 from connector.errors import StoreUnavailable
 from store_worker.backends.mooncake_arena import Arena, Extent
 from store_worker.backends.mooncake_library import MOST_WAIT_S, Library
@@ -28,6 +30,9 @@ THREADS = 12
 CALLS_MAX = 256
 BROKEN_S = 30.0
 """A client with a call that is under way for this long is replaced."""
+
+EXIT_WAIT_S = 10.0
+"""A process that ends while a call is under way would crash: it waits for it this long."""
 
 T = TypeVar("T")
 
@@ -203,6 +208,7 @@ class Life:
         self._pool: ThreadPool[_Hands] = ThreadPool(
             "mooncake-call", THREADS, _Hands, tasks_max=CALLS_MAX, bytes_max=1
         )
+        _lives.add(self)
 
     def submit(self, call: Call) -> bool:
         """False if too many are waiting, or the life is ending."""
@@ -240,3 +246,23 @@ class Life:
     def stop_threads(self) -> None:
         """Once `retire` was called and it is idle."""
         self._pool.stop(1.0)
+
+
+_lives: weakref.WeakSet[Life] = weakref.WeakSet()
+
+
+def wait_for_calls(timeout_s: float = EXIT_WAIT_S) -> bool:
+    """Until no call is in any library; True if none is. Runs by itself when the process ends."""
+    clock = SystemClock()
+    end = clock.now() + timeout_s
+    for life in list(_lives):
+        life.retire()
+        while not life.idle():
+            if clock.now() >= end:
+                logger.warning("Mooncake: a call is still under way at the end of the process")
+                return False
+            threading.Event().wait(0.02)
+    return True
+
+
+atexit.register(wait_for_calls)

@@ -146,6 +146,8 @@ class IndexClient:
             self._stopping = True
             self._wake.notify()
         self._loop.join(timeout_s / 2)
+        if self.precheck is not None:
+            self.precheck.close()
         self._pool.stop(timeout_s / 2)
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -268,6 +270,9 @@ class IndexClient:
         identity = self._seen()
         session = self._key(op.session_id, op.cache_salt)
         found = search.find(self._index, op.namespace, session, op.hashes, op.lease_s)
+        if found.acquired.pending and waited_s < min(self._config.save_wait_s, op.deadline_s):
+            self._tips.append(item)
+            return None
         if self.precheck is not None and found.acquired.depth:
             found = self._prechecked(self.precheck, op, found)
         return LookupReply(

@@ -83,7 +83,14 @@ class Job:
     """A task of the janitor: a failure is logged, never raised further, never repeated here."""
 
     def run(self, desk: Desk) -> None:
-        """Do it."""
+        """Do it; that the store can't be reached is no news here."""
+        try:
+            self.work(desk)
+        except StoreError as error:
+            self.failed(error)
+
+    def work(self, desk: Desk) -> None:
+        """What there is to do."""
         raise NotImplementedError
 
     def failed(self, error: BaseException) -> None:
@@ -102,7 +109,7 @@ class Delete(Job):
     victims: Sequence[Victim]
     then: Callable[[], None] | None = None
 
-    def run(self, desk: Desk) -> None:
+    def work(self, desk: Desk) -> None:
         try:
             gone = delete_victims(desk, self.store, self.victims)
             if gone:
@@ -133,7 +140,7 @@ class Persist(Job):
     hashes: Sequence[BlockHash]
     ranks: int
 
-    def run(self, desk: Desk) -> None:
+    def work(self, desk: Desk) -> None:
         node = desk.nodes.get(self.node)
         if node is None:
             return
@@ -152,7 +159,7 @@ class Persist(Job):
             ]
         if lost:
             victims = desk.index.forget(self.namespace, lost, self.node)
-            Delete(self.store, victims).run(desk)
+            Delete(self.store, victims).work(desk)
 
 
 @dataclass
@@ -161,7 +168,7 @@ class CheckNodes(Job):
 
     done: Callable[[], None] | None = None
 
-    def run(self, desk: Desk) -> None:
+    def work(self, desk: Desk) -> None:
         try:
             identity = desk.index.identity()
             nodes = desk.directory.refresh()
@@ -170,7 +177,7 @@ class CheckNodes(Job):
                 self._check(desk, name, node)
                 victims = desk.index.dying(name)
                 if victims:
-                    Delete(identity.incarnation, victims).run(desk)
+                    Delete(identity.incarnation, victims).work(desk)
             desk.tell_identity(identity)
         finally:
             if self.done is not None:
@@ -206,10 +213,10 @@ class CopyShared(Job):
     store: bytes
     steps: Sequence[CopyStep]
 
-    def run(self, desk: Desk) -> None:
+    def work(self, desk: Desk) -> None:
         made = [step for step in self.steps if self._copy(desk, step)]
         if made:
-            Delete(self.store, desk.index.copied(made)).run(desk)
+            Delete(self.store, desk.index.copied(made)).work(desk)
 
     def _copy(self, desk: Desk, step: CopyStep) -> bool:
         source, target = desk.nodes.get(step.source), desk.nodes.get(step.node)

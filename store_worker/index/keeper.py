@@ -30,7 +30,7 @@ class Keeper(Job):
         self._policy: Policy = LruPolicy() if policy == "lru" else ReturnPolicy()
         self._read = 0
 
-    def run(self, desk: Desk) -> None:
+    def work(self, desk: Desk) -> None:
         self._look(desk)
         described = desk.describe()
         if described is not None:

@@ -27,11 +27,17 @@ class Wish(NamedTuple):
 
 def acquire(op: Op, wish: Wish, options: IndexOptions) -> Acquired:
     """See `SessionIndex.acquire`."""
-    listed = (tree.find(op, wish.namespace, block) for block, _ in wish.candidates)
-    found = next((f for f in listed if f is not None), None)
+    found = None
+    deeper: list[tuple[bytes, bytes]] = []
+    for block, _ in wish.candidates:
+        found = tree.find(op, wish.namespace, block)
+        if found is not None:
+            break
+        deeper.append((wish.namespace, block))
+    more = any(key in node.promised for node in op.s.by_idx for key in deeper)
     path = tree.walk(op, *found) if found else None
     if not path:
-        return Acquired(0)
+        return Acquired(0, pending=more)
     record = op.s.sessions.get(wish.session)
     home = record.home if record is not None else 0
     slices: list[RunSlice] = []
@@ -48,7 +54,7 @@ def acquire(op: Op, wish: Wish, options: IndexOptions) -> Acquired:
         if upto < depth:
             break
     if last is None:
-        return Acquired(0)
+        return Acquired(0, pending=more)
     run, depth = last
     until = op.now + round(wish.lease_s * 1000)
     mark = tree.mark_at(run, depth)
@@ -58,7 +64,7 @@ def acquire(op: Op, wish: Wish, options: IndexOptions) -> Acquired:
     tree.settle(op, run)
     if record is not None:
         sessions.used(op, wish.session, record, options.engine)
-    return Acquired(depth, tuple(slices), until)
+    return Acquired(depth, tuple(slices), until, more)
 
 
 def _sources(op: Op, run: Run, upto: int, home: int) -> list[RunSlice]:

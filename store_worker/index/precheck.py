@@ -44,6 +44,10 @@ class Precheck:
             return found.depth
         return next((d for d, ok in zip(depths, there, strict=True) if not ok), found.depth)
 
+    def close(self) -> None:
+        """Give the client back."""
+        self._node.close()
+
 
 def cut(found: Acquired, depth: int) -> Acquired:
     """The same prefix, ended at `depth`."""

@@ -62,12 +62,12 @@ def boundaries(packed: bytes) -> tuple[Boundary, ...]:
 
 
 def acquired(got: Reply) -> Acquired:
-    """depth, lease end, then five values per slice."""
+    """depth, lease end, whether more is being saved, then five values per slice."""
     slices = tuple(
         RunSlice(_node(got[i]), bytes(got[i + 1]), *map(int, got[i + 2 : i + 5]))
-        for i in range(2, len(got), 5)
+        for i in range(3, len(got), 5)
     )
-    return Acquired(int(got[0]), slices, int(got[1]))
+    return Acquired(int(got[0]), slices, int(got[1]), bool(int(got[2])))
 
 
 def prepared(got: Reply) -> Granted | Declined:

@@ -18,6 +18,7 @@ from connector.lookup import LookupOutcome
 from store_worker.index.base import SessionIndex
 
 CANDIDATES_MAX = 16
+NEXT = 7
 
 Candidates = list[tuple[BlockHash, int]]
 
@@ -46,15 +47,15 @@ def find(
         trips += 1
     best = best_boundary(recalled.boundaries, hashes)
     if best is not None:
-        acquired = index.acquire(namespace, candidates(best, hashes), lease_s, session)
+        acquired = index.acquire(namespace, candidates(best.depth, hashes), lease_s, session)
         trips += 1
         if acquired.depth:
             return Found(recalled, acquired, LookupOutcome.HIT_TIP, trips)
     depth, probes = search(index, namespace, hashes)
     trips += probes
-    if not depth:
+    if not depth and not recalled.home:
         return Found(recalled, Acquired(depth=0), LookupOutcome.MISS, trips)
-    acquired = index.acquire(namespace, [(hashes[depth - 1], depth)], lease_s, session)
+    acquired = index.acquire(namespace, candidates(depth, hashes), lease_s, session)
     outcome = LookupOutcome.HIT_SHARED if acquired.depth else LookupOutcome.MISS
     return Found(recalled, acquired, outcome, trips + 1)
 
@@ -67,13 +68,17 @@ def best_boundary(
     return max(on_chain, key=lambda b: b.depth, default=None)
 
 
-def candidates(best: Boundary, hashes: Sequence[BlockHash]) -> Candidates:
-    """Depths to try in one `acquire`, deepest first: the boundary, and up to 15 beyond it, evenly
-    spread from the last block, for a turn that was stored but did not end (a retry)."""
-    beyond = len(hashes) - best.depth
-    picks = min(beyond, CANDIDATES_MAX - 1)
-    depths = [len(hashes) - i * beyond // picks for i in range(picks)] if picks else []
-    return [(hashes[d - 1], d) for d in depths] + [(best.hash, best.depth)]
+def candidates(found: int, hashes: Sequence[BlockHash]) -> Candidates:
+    """Depths to try in one `acquire`, deepest first: `found`, which is thought to be listed, and up
+    to 15 beyond it: the next 7, which a save under way may be about to list, and others evenly
+    spread up to the last, for a turn that was stored but did not end (a retry)."""
+    beyond = len(hashes) - found
+    depths = set(range(found + 1, found + 1 + min(beyond, NEXT)))
+    spread = min(beyond, CANDIDATES_MAX - 1 - NEXT)
+    depths |= {len(hashes) - i * beyond // spread for i in range(spread)}
+    if found:
+        depths.add(found)
+    return [(hashes[d - 1], d) for d in sorted(depths, reverse=True)]
 
 
 def search(

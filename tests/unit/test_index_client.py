@@ -306,6 +306,36 @@ def test_a_hand_off_that_never_comes_ends_at_once_or_at_the_deadline(
     assert reply.seconds < 20
 
 
+def test_a_lookup_waits_a_little_for_a_save_that_would_lengthen_its_hit(
+    make: Callable[..., Client],
+) -> None:
+    client, blocks = make(save_wait_s=20.0), chain(6)
+    client.store(blocks[:3])
+    rest = {"parent": blocks[2], "start": 3}
+    granted = client.prepare(blocks[3:], **rest)
+    op = LookupOp(
+        ticket=7, request=RequestId("r"), namespace=NS, session_id="s", cache_salt=None,
+        hashes=blocks, deadline_s=30.0, lease_s=5.0,
+    )  # fmt: skip
+    assert client.client.post(op)
+    client.put(blocks[3:])
+    commit = CommitOp(
+        job=JobId(1), namespace=NS, session=SessionKey(b"k" * 16), generation=Generation(0),
+        grant=granted.grant, node=client.node_id, saved=3, hashes=blocks[3:],
+    )  # fmt: skip
+    assert client.client.post(commit)
+    eventually(client._take)
+    committed, found = client.replies
+    assert (committed.outcome, found.depth) == (CommitOutcome.OK, 6)
+
+
+def test_it_does_not_wait_for_ever(make: Callable[..., Client]) -> None:
+    client, blocks = make(save_wait_s=0.02), chain(6)
+    client.store(blocks[:3])
+    client.prepare(blocks[3:], parent=blocks[2], start=3)
+    assert client.lookup(blocks).depth == 3
+
+
 def test_hints_are_answered_with_what_became_of_them(make: Callable[..., Client]) -> None:
     client = make(pinned_bytes_max=0)
     session = client.lookup(chain(3)).session

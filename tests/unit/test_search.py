@@ -35,7 +35,8 @@ class Listed:
 
     def recall(self, ns: Namespace, session: SessionKey, now_ms: int = 0) -> Recalled:
         self.calls.append("recall")
-        return Recalled(generation=cast(Any, 3), home=NodeId("n"), boundaries=self.boundaries)
+        home = NodeId("n") if self.listed else None
+        return Recalled(generation=cast(Any, 3), home=home, boundaries=self.boundaries)
 
     def probe(self, ns: Namespace, hashes: Sequence[BlockHash]) -> tuple[bool, ...]:
         assert len(hashes) <= BLOCKS_PER_CALL_MAX
@@ -128,7 +129,7 @@ def test_boundaries_of_another_branch_do_not_count() -> None:
 @given(st.integers(1, 200), st.integers(0, 200))
 def test_candidates_are_few_deepest_first_and_end_with_the_boundary(at: int, beyond: int) -> None:
     hashes = chain(at + beyond)
-    picks = search.candidates(Boundary(depth=at, hash=hashes[at - 1]), hashes)
+    picks = search.candidates(at, hashes)
     depths = [depth for _, depth in picks]
     assert depths == sorted(set(depths), reverse=True)
     assert (depths[0], depths[-1]) == (at + beyond, at)

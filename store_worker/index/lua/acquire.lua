@@ -1,5 +1,6 @@
 -- ARGV: now, namespace, lease ms, session, engine, hashes...
--- -> depth, lease end, then node, incarnation, start, stop, ranks per slice
+-- -> depth, lease end, whether more is being saved, then node, incarnation, start, stop, ranks
+--    per slice
 begin()
 local ns, engine = ARGV[2], ARGV[5]
 local slices = {}
@@ -42,15 +43,34 @@ local function sources(r, upto, home)
   end
 end
 
+-- whether one of the first `count` candidates is part of a save under way
+local function pending(count)
+  if count == 0 then return 0 end
+  local keys = {}
+  for i = 1, count do keys[i] = ns .. ARGV[5 + i] end
+  for idx = 1, M.nodes do
+    local node = node_at(idx)
+    if node.granted > 0 then
+      for _, grant in ipairs(call('HMGET', K .. 'gh:' .. node.place, unpack(keys))) do
+        if grant then return 1 end
+      end
+    end
+  end
+  return 0
+end
+
 local path
 local listed = call('HMGET', K .. 'e:' .. ns, unpack(ARGV, 6))
+local deeper = #ARGV - 5
 for i = 1, #ARGV - 5 do
   if listed[i] then
     path = walk(entry_of(listed[i]))
+    deeper = i - 1
     break
   end
 end
-if not path then return done({0, 0}) end
+local more = pending(deeper)
+if not path then return done({0, 0, more}) end
 local s = session_of(ARGV[4])
 local home = s and s.home or 0
 local last
@@ -65,7 +85,7 @@ for i = #path, 1, -1 do
   if upto > r.start then last = {r, upto} end
   if upto < depth then break end
 end
-if not last then return done({0, 0}) end
+if not last then return done({0, 0, more}) end
 local r, depth = last[1], last[2]
 local till = now + tonumber(ARGV[3])
 local mark = mark_at(r, depth)
@@ -75,7 +95,7 @@ add_mark(r, depth, now, mark and mark[3] or 0)
 settle(r)
 if s then used_by(s, engine) end
 flush()
-local reply = {depth, till}
+local reply = {depth, till, more}
 for _, p in ipairs(slices) do
   local n = #reply
   reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4], reply[n + 5] =
