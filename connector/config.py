@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +19,8 @@ from connector.errors import ConfigError
 from connector.session import DEFAULT_HEADERS
 
 EMBEDDED = "embedded"
-INDEX_SCHEMES = ("redis", "rediss", "unix", "memory")
+SENTINEL = "redis+sentinel"
+INDEX_SCHEMES = ("redis", "rediss", SENTINEL, "unix", "memory")
 DATA_SCHEMES = ("redis", "rediss", "unix", "memory", "mooncake")
 
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -228,6 +229,10 @@ def _check_store(store: str | dict[str, str | list[str]]) -> None:
 
 def _check_url(key: str, url: str, schemes: tuple[str, ...]) -> None:
     known = ", ".join(f"{scheme}://" for scheme in schemes)
+    if SENTINEL in schemes and url.startswith(f"{SENTINEL}://"):
+        if not sentinel_parts(url).hosts:
+            raise ConfigError(key, url, f"{SENTINEL}://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]")
+        return
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -243,6 +248,36 @@ def _check_url(key: str, url: str, schemes: tuple[str, ...]) -> None:
         raise ConfigError(key, url, "a host name after //")
     if port == 0:
         raise ConfigError(key, url, "a port from 1 to 65535")
+
+
+class SentinelUrl(NamedTuple):
+    """A Sentinel URL in parts; `hosts` is empty if it makes no sense."""
+
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    database: int
+    username: str | None
+    password: str | None
+
+
+def sentinel_parts(url: str) -> SentinelUrl:
+    """`redis+sentinel://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]/SERVICE[/DB]`."""
+    parts = urlsplit(url)
+    login, _, places = parts.netloc.rpartition("@")
+    user, colon, password = login.partition(":")
+    service, _, database = parts.path.strip("/").partition("/")
+    hosts = []
+    for place in places.split(","):
+        host, _, port = place.rpartition(":")
+        hosts.append((host, int(port) if port.isdigit() else 0))
+    good = service and (not database or database.isdigit()) and all(h and p for h, p in hosts)
+    return SentinelUrl(
+        hosts=tuple(hosts) if good else (),
+        service=service,
+        database=int(database or 0) if good else 0,
+        username=(user or None) if colon else None,
+        password=password or None,
+    )
 
 
 def _check_limits(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from connector.clock import Clock
-from connector.config import Config
+from connector.config import SENTINEL, Config
 from connector.errors import ConfigError
 from store_worker.index.base import SessionIndex
 from store_worker.index.memory import MemoryIndex
@@ -20,8 +20,8 @@ def open_index(
     options: IndexOptions | None = None,
     clock: Clock | None = None,
 ) -> SessionIndex:
-    """The index at a URL: `redis://`, `rediss://`, `unix://`, or `memory://NAME` (one per name and
-    process, for tests). Connects when first asked. options: instead of those that `config` says.
+    """The index at a URL: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, or
+    `memory://NAME` (one per name and process, for tests). Connects when first asked. options: instead of those that `config` says.
 
     Raises ConfigError for another kind of URL.
     """
@@ -30,7 +30,7 @@ def open_index(
     if url.startswith("memory://"):
         index = _MEMORY.setdefault(url, MemoryIndex(clock, options))
         return index.view(options)
-    if url.partition("://")[0] in ("redis", "rediss", "unix"):
+    if url.partition("://")[0] in ("redis", "rediss", "unix", SENTINEL):
         from store_worker.index.redis import RedisIndex
 
         return RedisIndex(url, options)

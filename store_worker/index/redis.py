@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
+from connector.config import SENTINEL, sentinel_parts
 from connector.errors import StoreError, StoreTimeout, StoreUnavailable, UnsupportedError
 from connector.ids import BlockHash, Generation, GrantId, Namespace, NodeId, SessionKey
 from connector.indexmsg import (
@@ -44,6 +47,31 @@ from store_worker.policy import Ended, ScoreTable, Turn
 Arg = bytes | str | int | float
 
 
+def connect(url: str, options: IndexOptions) -> redis.Redis:
+    """A client of the server, or of the master that Sentinels name. Connects when first asked."""
+    limits: dict[str, Any] = {
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.connect_timeout_s,
+        "retry": Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+        "health_check_interval": 0,
+    }
+    if not url.startswith(f"{SENTINEL}://"):
+        return redis.Redis.from_url(url, **limits)
+    parts = sentinel_parts(url)
+    sentinel = Sentinel(
+        parts.hosts,
+        sentinel_kwargs={
+            "socket_timeout": options.timeout_s,
+            "socket_connect_timeout": options.connect_timeout_s,
+        },
+        db=parts.database,
+        username=parts.username,
+        password=parts.password,
+        **limits,
+    )
+    return sentinel.master_for(parts.service)
+
+
 class RedisIndex:
     """See `SessionIndex`. url: `redis://`, `rediss://` or `unix://`, as redis-py takes it (user,
     password, database, TLS options)."""
@@ -52,13 +80,7 @@ class RedisIndex:
         self, url: str, options: IndexOptions | None = None, client: redis.Redis | None = None
     ) -> None:
         self._options = options or IndexOptions()
-        self._client = client or redis.Redis.from_url(
-            url,
-            socket_timeout=self._options.timeout_s,
-            socket_connect_timeout=self._options.connect_timeout_s,
-            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
-            health_check_interval=0,
-        )
+        self._client = client or connect(url, self._options)
 
     def close_connections(self) -> None:
         """Drop the connections; the next call makes new ones. From any thread."""
