@@ -110,7 +110,8 @@ class Driver:
                 break
             assert answer.victims, answer
         assert isinstance(answer, Granted)
-        turn = TurnEnd((Boundary(len(hashes), hashes[-1]),), 0) if turn_end else None
+        tokens = int(more.get("new_tokens", 0))  # type: ignore[call-overload]
+        turn = TurnEnd((Boundary(len(hashes), hashes[-1]),), tokens) if turn_end else None
         done = self.settle(answer, len(hashes) - start - answer.first_missing, session, turn)
         assert done.outcome == "ok", done
         if done.losers:
