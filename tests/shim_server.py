@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from threading import Timer
 from typing import Any, Self
 
@@ -37,8 +38,8 @@ class CommandServer:
         # verify=False: reading the machine's certificates takes longer than a request.
         self.http = httpx.Client(timeout=60, trust_env=False, verify=False)
 
-    def start(self) -> Self:
-        """Returns when it serves."""
+    def launch(self) -> Self:
+        """Begin to start; `ready` waits for it."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine_shim.cli", *self._arguments],
             stdin=subprocess.DEVNULL,
@@ -47,7 +48,11 @@ class CommandServer:
             text=True,
             preexec_fn=_die_with_parent,
         )
-        assert self._process.stdout is not None
+        return self
+
+    def ready(self) -> Self:
+        """Returns when it serves."""
+        assert self._process is not None and self._process.stdout is not None
         late = Timer(START_DEADLINE_S, self._process.kill)
         late.start()
         try:
@@ -59,6 +64,10 @@ class CommandServer:
             late.cancel()
         self.stop()
         raise RuntimeError(f"it ended at its start:\n{self.log()}")
+
+    def start(self) -> Self:
+        """Returns when it serves."""
+        return self.launch().ready()
 
     def log(self) -> str:
         """What it wrote to standard error."""
@@ -86,11 +95,17 @@ class CommandServer:
         """The metrics page."""
         return self.http.get(self.url + "/metrics").text
 
-    def stop(self) -> int:
-        """SIGTERM; the exit code."""
-        assert self._process is not None
+    def end(self) -> None:
+        """SIGTERM; `stop` waits for it."""
         self.http.close()
-        self._process.send_signal(signal.SIGTERM)
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """SIGTERM, unless it has ended; the exit code."""
+        self.end()
+        if self._process is None:
+            return 0
         try:
             return self._process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -107,9 +122,23 @@ class CommandServer:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.returncode is None:
-                self.stop()
+        self.stop()
+
+
+@contextlib.contextmanager
+def together(*servers: CommandServer) -> Iterator[None]:
+    """All of them at once: they start, and end, side by side."""
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.ready()
+        yield
+    finally:
+        for server in servers:
+            server.end()
+        for server in servers:
+            server.stop()
 
 
 class ShimServer(CommandServer):
