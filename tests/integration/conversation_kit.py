@@ -40,6 +40,7 @@ from store_worker.backends.factory import node_id
 from store_worker.backends.memory import MemoryStore, memory_store
 from store_worker.index import SessionIndex, open_index
 from store_worker.index.locked import locked
+from store_worker.keys import parse_object_key
 from store_worker.paged.layout import paged_cache
 from store_worker.worker import StoreWorker, system_ports
 from tests.shim_kit import PatternRunner, expected_tokens
@@ -60,9 +61,53 @@ PATIENT: dict[str, Any] = {
     "load_deadline_s": 30.0,
     "save_deadline_s": 30.0,
     "cost_model": False,
+    "hold_share_max": 1.0,
 }
 
 Wrap = Callable[[DataNode], DataNode]
+
+
+class Gate:
+    """A hook of a memory node: some calls wait here until `open`. Leave it as a context manager.
+
+    ranks: of which objects; empty: of all.
+    """
+
+    def __init__(self, store: MemoryStore, *operations: str, ranks: Sequence[int] = ()) -> None:
+        self._operations, self._ranks = operations, ranks
+        self._opened = threading.Event()
+        self._reached = threading.Event()
+        self._store = store
+        store.hook = self._pass
+
+    def _pass(self, operation: str, keys: Sequence[bytes]) -> None:
+        if operation not in self._operations or self._opened.is_set():
+            return
+        if not self._ranks or any(rank_of(key) in self._ranks for key in keys):
+            self._reached.set()
+            assert self._opened.wait(DEADLINE_S), "a gate was never opened"
+
+    def reached(self) -> bool:
+        """True once a call waits, or has waited."""
+        return self._reached.is_set()
+
+    def open(self) -> None:
+        """Let everybody through."""
+        self._opened.set()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        self._store.hook = None
+
+
+def rank_of(key: bytes) -> int:
+    """The worker rank whose object has this key."""
+    name = parse_object_key(key)
+    assert name is not None, key
+    return name.rank
 
 
 def pattern_model(tp: int) -> ModelConfig:
@@ -187,6 +232,13 @@ class Shim:
         self.answers[answer.id] = answer
         self.core.add_request(message)
         return answer
+
+    def refuse(self, message: EngineCoreRequest) -> list[EngineCoreOutput]:
+        """Add a message that leads to no request of its own; the outputs that say so."""
+        self.core.add_request(message)
+        taken = [output for _, output in self.core.scheduler.take_outputs()]
+        assert all(output.error for output in taken), taken
+        return taken
 
     def answer(self, id: str, prompt: Sequence[int], reply: int = 8, **more: Any) -> Answer:
         """Ask, and run until everything of it has ended, its saves included."""
