@@ -115,7 +115,10 @@ async def _probe(engine: Engine, http: httpx.AsyncClient) -> str | None:
     cards = (models or {}).get("data") or []
     if not cards:
         return None
-    body = {"model": cards[0]["id"], "prompt": "namespace probe " * 32, "max_tokens": 1}
+    body = {
+        "model": cards[0]["id"], "prompt": "namespace probe " * 32, "max_tokens": 1,
+        PARAMS: {HAND_OFF: {"probe": True}},
+    }  # fmt: skip
     try:
         reply = await http.post(
             f"{engine.url}/v1/completions", json=body, timeout=ASK_TIMEOUT_S

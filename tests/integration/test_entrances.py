@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from starlette.routing import Route
 
@@ -19,6 +21,7 @@ from engine_shim.frontend.app import build_app
 from engine_shim.frontend.entrances import ENTRANCES, HTTP_ENTRANCES, Kind
 from engine_shim.frontend.state import Frontend
 from engine_shim.llm import LLM
+from engine_shim.proto import shim_pb2, shim_pb2_grpc
 from tests.frontend_fakes import FakeEngine
 from tests.integration.entrance_senders import (
     FIELDS,
@@ -220,6 +223,21 @@ def test_legacy_session_params_carry_their_id(shim: ShimServer) -> None:
     assert eventually(lambda: seen(shim.log()).get("legacy")) == {digest("legacy")}
     reply = shim.http.post(shim.url + "/generate", json={**body, "session_id": "other"})
     assert reply.status_code == 400
+
+
+def test_close_reaches_the_store(shim: ShimServer) -> None:
+    def closed() -> float:
+        found = re.search(r"^session_kv_sessions_closed_total (\S+)$", shim.metrics(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    shim.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 1, "session_id": "over"})
+    quiet(shim)
+    before = closed()
+    shim.post("/close_session", {"session_id": "over"})
+    with grpc.insecure_channel(shim.grpc) as channel:
+        request = shim_pb2.CloseSessionRequest(session_id="over")
+        shim_pb2_grpc.ShimEngineStub(channel).CloseSession(request, timeout=30)
+    eventually(lambda: closed() == before + 2, what="both closes at the index")
 
 
 def test_request_replayed_after_preemption_keeps_its_session() -> None:
