@@ -7,7 +7,7 @@ DEV := .venv
 VLLM := .venv-vllm
 BIN := $(DEV)/bin
 # What needs .venv-vllm, where vLLM and Mooncake are.
-ENGINE_TESTS := tests/vllm tests/mooncake
+ENGINE_TESTS := tests/vllm tests/mooncake tests/contract/test_data_node.py
 # Processes that share the tests, and flags for pytest: make test ARGS='-k close -x'
 JOBS ?= 2
 ARGS ?=

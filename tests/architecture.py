@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 PRODUCT = ("connector", "store_worker", "engine_shim")
@@ -47,12 +48,31 @@ class Source:
     def parse(cls, path: str, text: str) -> Source:
         return cls(path, text, ast.parse(text, filename=path))
 
-    @property
+    @cached_property
     def module(self) -> str:
         parts = list(PurePosixPath(self.path).with_suffix("").parts)
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree, in no particular order."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """Local name -> dotted origin, for every import of the file."""
+        found: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.split(".")[0]
+                    found[alias.asname or top] = alias.name if alias.asname else top
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return found
+
+    @cached_property
     def is_product(self) -> bool:
         return self.module.split(".")[0] in PRODUCT
 
@@ -109,7 +129,7 @@ def imported(source: Source) -> Iterator[tuple[str, int]]:
     package = source.module.split(".")
     if not source.path.endswith("__init__.py"):
         package = package[:-1]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -284,20 +304,6 @@ WAITING_HOME = "tests/waiting.py"
 DEQUE_MARK = "bounded"
 
 
-def origins(source: Source) -> dict[str, str]:
-    """Local name -> dotted origin, for every import of the file."""
-    found: dict[str, str] = {}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                local = alias.asname or alias.name.split(".")[0]
-                found[local] = alias.name if alias.asname else alias.name.split(".")[0]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
-
-
 def origin(node: ast.expr, names: dict[str, str]) -> str:
     """What an expression names: `threading.Thread` for `T`, after `import Thread as T`."""
     local = dotted(node)
@@ -310,8 +316,8 @@ def check_queues(source: Source) -> Iterator[Finding]:
     """Every queue has a bound."""
     if not source.is_product:
         return
-    names, lines = origins(source), source.text.splitlines()
-    for node in ast.walk(source.tree):
+    names, lines = source.origins, source.text.splitlines()
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         what = origin(node.func, names)
@@ -342,8 +348,8 @@ def check_threads(source: Source) -> Iterator[Finding]:
     """Threads are made in one place (a default executor of asyncio is a thread pool too)."""
     if not source.is_product or source.path == THREAD_HOME:
         return
-    names = origins(source)
-    for node in ast.walk(source.tree):
+    names = source.origins
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             what = origin(node.func, names)
             if isinstance(node.func, ast.Attribute) and node.func.attr == "run_in_executor":
@@ -362,10 +368,10 @@ def check_clock(source: Source) -> Iterator[Finding]:
     """Product code reads no clock and never sleeps; a test sleeps only in `eventually`."""
     if source.path in (CLOCK_HOME, WAITING_HOME):
         return
-    names = origins(source)
+    names = source.origins
     banned = CLOCK_READS if source.is_product else frozenset({"time.sleep"})
     hint = f"take a Clock ({CLOCK_HOME})" if source.is_product else f"use {WAITING_HOME}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         # Any mention counts, called or passed on; an inner part of a chain is not a mention.
         if isinstance(node, ast.Attribute | ast.Name) and (what := origin(node, names)) in banned:
             yield Finding("clock", source.path, node.lineno, what, hint)
@@ -376,7 +382,7 @@ def check_print(source: Source) -> Iterator[Finding]:
     cli = within(source.module, "store_worker.cli") or source.module == "engine_shim.cli"
     if not source.is_product or cli:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
             yield Finding("print", source.path, node.lineno, "print", "log, or return it")
 
