@@ -95,6 +95,10 @@ class Ledger:
         """Blocks that one more save may hold now."""
         return 0 if self._pool is None else self._held_blocks_max - self.held_blocks
 
+    def free_share(self) -> float:
+        """Share of the engine's blocks that could be allocated now."""
+        return 1.0 if self._pool is None else self._pool.free_share()
+
     def open(
         self,
         kind: JobKind,

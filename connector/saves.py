@@ -22,6 +22,7 @@ from connector.lookup import (
     PrepareReply,
 )
 from connector.meta import JobKind, Placed, SaveMeta
+from connector.pressure import Need
 from connector.tracker import RequestTracker
 
 NO_JOB = JobId(0)
@@ -360,6 +361,27 @@ class SaveFlow:
                 self._end(tracker, job)
             elif job.state is not JobState.COMMITTING:
                 job.cancelled = True
+
+    def give_way(self, need: Need) -> None:
+        """The engine is short of blocks: let go of the newest save of a request that has ended; if
+        it is stuck, also of one that was preempted. What a worker is reading may be overwritten
+        from here on: it is never committed."""
+        context = self._context
+        held = [job for job in context.ledger.jobs()[::-1] if job.kind is JobKind.SAVE and job.held]
+        ended = (job for job in held if self._owner[job.id].finished)
+        bare = (job for job in held if not self._owner[job.id].blocks and need is Need.STUCK)
+        job = next(ended, None) or next(bare, None)
+        if job is None:
+            return
+        tracker = self._owner[job.id]
+        context.stats.add("saves_gave_way")
+        tracker.planned = min(tracker.planned, job.start)
+        if job.state in (JobState.QUEUED, JobState.READY):
+            self._end(tracker, job)
+        else:
+            job.cancelled = True
+            context.ledger.release(job)
+        self._go_on(tracker)
 
     def drop_holds(self) -> None:
         """The engine empties its cache: let go of every block. What the workers are reading may be

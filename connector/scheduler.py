@@ -33,6 +33,7 @@ from connector.lookup import (
 from connector.meta import JobKind, StepMeta, WorkerReport
 from connector.planner import Engine
 from connector.ports import BlockPool, LookupPort
+from connector.pressure import Need, Pressure
 from connector.saves import SaveFlow
 from connector.session import resolve_session_id
 from connector.stats import GAUGE, Data, Stats, merge
@@ -85,6 +86,7 @@ class ConnectorScheduler:
         self._namespace_of = namespace_of
         self._loads = LoadFlow(self._context)
         self._saves = SaveFlow(self._context)
+        self._pressure = Pressure()
         self._step_at: float | None = None
         self._step_tokens = 0
         self._renew_at = 0.0
@@ -163,12 +165,16 @@ class ConnectorScheduler:
         """Tokens that can be loaded beyond the engine's own; None: ask again later."""
         self.poll()
         tracker = self._context.trackers.get(request)
-        return 0 if tracker is None else self._loads.match(tracker, num_computed_tokens)
+        tokens = 0 if tracker is None else self._loads.match(tracker, num_computed_tokens)
+        if tokens is not None:
+            self._pressure.offered(request)
+        return tokens
 
     def on_allocated(
         self, request: RequestId, blocks: Sequence[BlockId], num_external_tokens: int
     ) -> None:
         """The engine has allocated blocks; see `LoadFlow.allocate`."""
+        self._pressure.placed(request)
         tracker = self._context.trackers.get(request)
         if tracker is not None:
             self._loads.allocate(tracker, blocks, num_external_tokens)
@@ -177,6 +183,7 @@ class ConnectorScheduler:
         """The request lost its blocks. What is being saved keeps its references; the chain is
         looked up again, since more of it may be stored by the time the request comes back."""
         tracker = self._context.trackers.get(request)
+        self._pressure.preempted()
         if tracker is not None:
             tracker.blocks = []
             tracker.computed = 0
@@ -193,6 +200,7 @@ class ConnectorScheduler:
         hand-off for a decode engine if this is a prefill engine.
         """
         tracker = self._context.trackers.pop(request, None)
+        self._pressure.placed(request)
         if tracker is None:
             return None
         self._loads.forget_request(tracker)
@@ -232,7 +240,9 @@ class ConnectorScheduler:
         self.poll()
         meta = StepMeta(loads=self._loads.send(), saves=self._saves.send())
         prefill_tokens = 0
+        idle = True
         for part in scheduled:
+            idle = False
             tracker = self._context.trackers.get(part.request)
             if tracker is None:
                 continue
@@ -245,6 +255,11 @@ class ConnectorScheduler:
                 tracker.blocks = list(part.blocks())
                 self._saves.plan(tracker, done)
         self._measure(prefill_tokens)
+        context = self._context
+        free_share = context.ledger.free_share()
+        need = self._pressure.take(idle, free_share, context.trackers.values())
+        if need is not Need.NONE:
+            self._saves.give_way(need)
         return meta
 
     def _measure(self, prefill_tokens: int) -> None:

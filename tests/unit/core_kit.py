@@ -52,6 +52,7 @@ class FakePool:
     """Counts references."""
 
     refs: Counter[int] = field(default_factory=Counter)
+    share: float = 1.0
 
     def hold(self, blocks: Sequence[BlockId]) -> None:
         self.refs.update(blocks)
@@ -62,7 +63,7 @@ class FakePool:
         self.refs += Counter()
 
     def free_share(self) -> float:
-        return 1.0
+        return self.share
 
 
 @dataclass
