@@ -39,10 +39,12 @@ NOT_FORWARDED = frozenset(
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """A request's JSON object. Raises InvalidRequest."""
+    """A request's JSON object, which can be written as JSON again. Raises InvalidRequest."""
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+        body: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        msgspec.json.encode(body)
+        return body
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(
             f"the body is not a JSON object: {error}", code="invalid_json"
         ) from error

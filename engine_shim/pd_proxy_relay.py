@@ -96,6 +96,10 @@ class Relay:
         except Unavailable as error:
             self._outcome = "broken" if self._begun else "no_engine"
             await self._send_error(send, error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            self._outcome = "failed"
+            await self._send_error(send, Unavailable("internal error; the proxy's log has more"))
 
     # ---- prefill ------------------------------------------------------------------------------
 

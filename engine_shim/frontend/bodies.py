@@ -25,7 +25,7 @@ Count = Annotated[int, Meta(ge=0)]
 TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Salt = Annotated[str, Meta(min_length=1, max_length=SALT_CHARS_MAX)]
 
 
@@ -48,7 +48,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: KvHintsEnvelope | None = None
     cache_salt: Salt | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
@@ -61,7 +61,7 @@ class SamplingBody(GenerationBody, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    seed: Seed | None = None
+    seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -188,7 +188,7 @@ def decode_body(raw: bytes, kind: type[B]) -> B:
         return msgspec.json.decode(raw or b"null", type=kind)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

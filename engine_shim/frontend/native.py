@@ -15,9 +15,9 @@ from engine_shim.frontend import sse
 from engine_shim.frontend.bodies import (
     SEQUENCES_MAX,
     Count,
+    Int64,
     NativeBody,
     PositiveInt,
-    Seed,
     Temperature,
     TokenId,
     TopP,
@@ -39,7 +39,7 @@ class NativeSampling(msgspec.Struct):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
-    sampling_seed: Seed | None = None
+    sampling_seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None

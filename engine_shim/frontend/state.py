@@ -81,6 +81,7 @@ class Frontend:
         self, prompts: Sequence[list[int]], params: SamplingParams, options: RequestOptions
     ) -> list[AsyncIterator[Delta]]:
         """prompts x params.n streams; close them all. Raises InvalidRequest, leaving none open."""
+        check_sendable(params, options)
         streams: list[AsyncIterator[Delta]] = []
         try:
             for prompt in prompts:
@@ -90,6 +91,20 @@ class Frontend:
             await close_all(streams)
             raise
         return streams
+
+
+def check_sendable(params: SamplingParams, options: RequestOptions) -> None:
+    """Whatever a client put into its free-form fields must fit into a message to the engine.
+
+    Raises InvalidRequest.
+    """
+    try:
+        msgspec.msgpack.encode((params, options))
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"a value in vllm_xargs, kv_transfer_params or kv_hints can't be sent on: {error}",
+            code="invalid_value",
+        ) from error
 
 
 def _fit(request_id: str | None) -> str:

@@ -145,7 +145,9 @@ def test_id_reaches_both_engines_from_every_channel(
 def test_bad_id_is_refused_before_any_engine(plain: Rig) -> None:
     reply = post(plain, {"prompt": "a", "session_id": "x" * 257})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "session_id"
-    assert httpx.post(plain.url + TEXT, content=b"{").status_code == 400
+    deep = b'{"a":' * 10**5 + b"1" + b"}" * 10**5
+    for raw in (b"{", b"[]", b"", b"\xff", b'{"a": "\\ud800"}', deep):
+        assert httpx.post(plain.url + TEXT, content=raw).status_code == 400
     assert not plain.prefill[0].seen
 
 

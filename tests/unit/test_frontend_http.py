@@ -407,6 +407,7 @@ def test_close_session(front: Front) -> None:
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
+DEEP = b'{"prompt": "a", "vllm_xargs": ' + b'{"a":' * 10**5 + b"1" + b"}" * (10**5 + 1)
 BAD: list[tuple[str, Any, int, str | None]] = [
     (TEXT, b"{", 400, None),
     (TEXT, b"", 400, None),
@@ -438,6 +439,10 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (TEXT, {"prompt": "a", "session_id": "a\nb"}, 400, "session_id"),
     (TEXT, {"prompt": "a", "vllm_xargs": {"session_id": "x" * 257}}, 400, "session_id"),
     (TEXT, {"prompt": "a", "model": "other"}, 404, "model"),
+    (TEXT, {"prompt": "a", "priority": 10**30}, 400, "priority"),
+    (TEXT, {"prompt": "a", "vllm_xargs": {"a": 10**30}}, 400, None),
+    (TEXT, {"prompt": "a", "kv_transfer_params": {"a": [10**30]}}, 400, None),
+    (TEXT, DEEP, 400, None),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages[0].role"),
