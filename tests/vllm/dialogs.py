@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+import redis
 
 from connector.errors import StoreError
 from connector.ids import SessionKey
@@ -111,6 +112,7 @@ class StoreView:
 
     def __init__(self, index_url: str) -> None:
         self.index = open_index(index_url)
+        self.raw = redis.Redis.from_url(index_url)
 
     def key(self, session: str) -> SessionKey:
         """The session's key in the index, as the servers make it."""

@@ -213,6 +213,12 @@ class VllmServer:
         """Lines of /metrics that contain `text`."""
         return [x for x in self._http.get("/metrics").text.splitlines() if text in x]
 
+    def troubles(self) -> str:
+        """What the connector declined, missed or lost so far, for messages."""
+        words = ("declined", "late", "unavailable", "failed", "full", "forgotten", "invalid")
+        lines = [x for x in self.metric_lines("session_kv_") if any(w in x for w in words)]
+        return "\n".join(x for x in lines if not x.startswith("#") and "_created" not in x)
+
     def idle(self) -> bool:
         """No request is running or waiting."""
         found = self.metrics()
