@@ -158,7 +158,6 @@ class Scheduler(Lifecycle):
                 num_computed_tokens=request.num_computed_tokens,
                 samples=samples,
                 suppress_stop=produced < request.params.min_tokens,
-                epoch=request.num_preemptions,
             )
         )
         plan.scheduled.append(
@@ -193,11 +192,9 @@ class Scheduler(Lifecycle):
         later: list[Request] = []
         while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            if request.num_in_flight:
-                # Preempted while a step of it is in flight; what that samples comes first.
-                verdict = _Admission.LATER
-            else:
-                verdict = self._admit(request, plan)
+            # A step that preempts admits nobody, so the outcome of what was in flight is known.
+            assert not request.num_in_flight
+            verdict = self._admit(request, plan)
             if verdict is _Admission.NO_ROOM:
                 break
             self.waiting.popleft()
@@ -306,8 +303,8 @@ class Scheduler(Lifecycle):
         if request.num_drop:
             request.num_drop -= 1
             return
-        if part.epoch == request.num_preemptions:
-            self.register(request, part.num_computed_tokens + part.num_scheduled_tokens)
+        # Nothing, if it was preempted meanwhile: then it has no blocks.
+        self.register(request, part.num_computed_tokens + part.num_scheduled_tokens)
         if not part.samples:
             return
         request.num_placeholders -= 1

@@ -16,7 +16,7 @@ class PlannedRequest:
     """The scheduler's own notes on one scheduled request.
 
     samples: the step ends at the last planned token, so a new one is sampled.
-    epoch: the request's num_preemptions; if it has changed, the blocks are no longer its own.
+    suppress_stop: see Work.
     """
 
     request: Request
@@ -24,7 +24,6 @@ class PlannedRequest:
     num_computed_tokens: int
     samples: bool
     suppress_stop: bool
-    epoch: int
 
 
 @dataclass(frozen=True)

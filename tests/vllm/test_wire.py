@@ -40,14 +40,15 @@ REQUESTS = {
         external_req_id="outer", abort_immediately=True, session_id="会話", kv_hints=HINTS,
     ),
 }  # fmt: skip
-USED = (
-    "request_id prompt_token_ids arrival_time cache_salt client_index current_wave priority"
-    " trace_headers resumable external_req_id abort_immediately session_id"
-).split()
-PARAMS_USED = (
-    "n temperature top_p top_k seed ignore_eos max_tokens min_tokens logprobs"
-    " include_stop_str_in_output extra_args"
-).split()
+USED = [
+    "request_id", "prompt_token_ids", "arrival_time", "cache_salt", "client_index",
+    "current_wave", "priority", "trace_headers", "resumable", "external_req_id",
+    "abort_immediately", "session_id",
+]  # fmt: skip
+PARAMS_USED = [
+    "n", "temperature", "top_p", "top_k", "seed", "ignore_eos", "max_tokens", "min_tokens",
+    "logprobs", "include_stop_str_in_output", "extra_args",
+]  # fmt: skip
 
 
 def assert_same(ours: protocol.EngineCoreRequest, theirs: object) -> None:
