@@ -366,7 +366,7 @@ class IndexClient:
         self._delete(answer.losers)
         if answer.copy:
             self._pool.submit(janitor.CopyShared(self._seen().incarnation, answer.copy))
-        losers = {victim.hash for victim in answer.losers}
+        losers = {victim.hash for victim in answer.losers if victim.node == op.node}
         stored = tuple(h for h in op.hashes[: op.saved] if h not in losers)
         if answer.outcome is CommitOutcome.OK and stored:
             self._pool.submit(
