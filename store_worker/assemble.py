@@ -123,7 +123,8 @@ def open_scheduler_side(
     client = IndexClient(index(), config, names, clock, pool)
     cluster = next((url for url in store.data if url.startswith(MOONCAKE)), None)
     if cluster is not None and config.mooncake_check:
-        client.precheck = Precheck(open_node(cluster, config, clock), clock)
+        url = cluster
+        client.precheck = Precheck(lambda name: open_node(url, config, clock, name=name), clock)
     client.wait_ready(READY_S)
     return SchedulerSide(index=client, naming=naming, embedded=embedded)
 

@@ -2,8 +2,8 @@
 
 A `mooncake://` URL names a whole cluster; its nodes are the segments that processes have lent to
 it, by their names (`host:port`). New objects go to the node's segment as long as there is room,
-else to any; reading and deleting find an object wherever it lies. The name `mooncake:HOST:PORT`
-(of the master) is the cluster without placement.
+else to any, and are found by the node wherever they lie: its name is part of their keys. The name
+`mooncake:HOST:PORT` (of the master) is the cluster without placement.
 
 What differs from other data nodes: Mooncake evicts by itself (`capacity` is 0 and objects have no
 expiry: `ttl_ms` is ignored), and an object that was read or asked for a moment ago can't be removed
@@ -39,7 +39,7 @@ KEYS_PER_CALL = 4096
 REMOVALS_PER_CALL = 512
 LIST_AGE_S = 0.25
 UNPLACED = "mooncake:"
-KEY_CHARS = len(text_key(bytes(63)))
+KEY_CHARS = len(text_key(bytes(63), "255.255.255.255:65535"))
 
 T = TypeVar("T")
 
@@ -143,18 +143,6 @@ class MooncakeNode:
         """There is no expiry to take off."""
         return self.exists(keys, deadline)
 
-    def replicate(self, keys: Sequence[bytes], deadline: float) -> int:
-        """Ask the master to have copies of these objects made on this segment; it does so within
-        a second or so. Returns how many it has agreed to."""
-        self._check(deadline)
-        assert self.segment, "a copy needs a segment"
-
-        def work(library: Library) -> list[int]:
-            names = [text_key(key) for key in keys]
-            return [library.create_copy_task(name, [self.segment])[1] for name in names]
-
-        return sum(code == 0 for code in self._ask(work, deadline)) if keys else 0
-
     def pin(self, keys: Sequence[bytes], ttl_ms: int, deadline: float) -> int:
         """Protect stored objects from eviction for `ttl_ms` (at most a day). Mooncake pins only
         what it writes, so each is read and written again. Returns how many were."""
@@ -178,9 +166,9 @@ class MooncakeNode:
         return pinned
 
     def where(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, list[str]]:
-        """The segments that hold each object which is there, by the master's own account."""
+        """The segments that hold each of the node's objects, by the master's own account."""
         self._check(deadline)
-        names = {text_key(key): key for key in keys}
+        names = {text_key(key, self.segment): key for key in keys}
         held = self._ask(partial(ops.segments_of, keys=list(names)), deadline)
         return {names[name]: segments for name, segments in held.items() if segments}
 
@@ -274,9 +262,8 @@ class MooncakeNode:
             self._client().gate(MASTER).failed(code_name(bad[0]))
             raise StoreUnavailable(f"Mooncake's master: {code_name(bad[0])}")
 
-    @staticmethod
-    def _names(keys: Sequence[bytes], most: int) -> list[list[str]]:
-        names = [text_key(key) for key in keys]
+    def _names(self, keys: Sequence[bytes], most: int) -> list[list[str]]:
+        names = [text_key(key, self.segment) for key in keys]
         return [names[at : at + most] for at in range(0, len(names), most)]
 
 

@@ -39,9 +39,13 @@ IN_PLACE_BYTES = 256 << 10
 Item = TypeVar("Item", PutItem, GetItem)
 
 
-def text_key(key: bytes) -> str:
-    """The name of an object in Mooncake, whose keys are text."""
-    return "skv-" + key.hex()
+def text_key(key: bytes, segment: str) -> str:
+    """The name of a node's object in Mooncake, whose keys are text.
+
+    It holds the node's name: the same block saved on two nodes is two objects, and deleting it on
+    one leaves the other alone, as with any other kind of node.
+    """
+    return f"skv-{key.hex()}@{segment}" if segment else f"skv-{key.hex()}"
 
 
 class Batch(NamedTuple):
@@ -212,7 +216,7 @@ class Mover:
                     extent.view[base + at : base + at + len(part)] = part
             shapes.append(one.shape(extent.address + base))
             base += one.staged_bytes
-        keys = [text_key(item.key) for item in batch.items]
+        keys = [text_key(item.key, self.segment) for item in batch.items]
         gate = self.client.gate(self.segment)
         use = Use((extent,), late=lambda: gate.left(-1))
         call = self.client.ask(work(keys, shapes), deadline, self.life, use)
@@ -231,7 +235,7 @@ def put_all(
 ) -> list[BlockOutcome]:
     """See `base.DataNode.put`."""
     client = mover.client
-    client.removals.discard(text_key(item.key) for item in items)
+    client.removals.discard(text_key(item.key, mover.segment) for item in items)
     different: list[int] = []
 
     def config_of(start: int) -> Callable[[Sequence[int]], Any]:
@@ -298,7 +302,7 @@ def get_all(
 ) -> list[BlockOutcome]:
     """See `base.DataNode.get`."""
     client = mover.client
-    gone = client.removals.held([text_key(item.key) for item in items])
+    gone = client.removals.held([text_key(item.key, mover.segment) for item in items])
     in_place = client.in_place if client.url.direct else nothing_in_place
 
     def post(batch: Batch) -> Moving:
@@ -315,7 +319,7 @@ def get_all(
         base = 0
         for index, (code, one) in enumerate(zip(codes, moving.plans, strict=True)):
             found[index] = BlockOutcome.CORRUPT if code == WRONG_SIZE else outcome_of(code)
-            if text_key(moving.batch.items[index].key) in gone:
+            if text_key(moving.batch.items[index].key, mover.segment) in gone:
                 found[index] = BlockOutcome.MISSING
             if found[index] is BlockOutcome.OK:
                 for at, part in one.staged:

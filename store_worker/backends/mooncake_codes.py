@@ -52,6 +52,7 @@ class Meaning(enum.Enum):
     UNFINISHED = "unfinished"  # it is being written: soon there, or discarded after 30 s
     EXISTS = "exists"  # there, or being written
     LEASED = "leased"  # in use: ask again after the lease
+    EXPIRED = "expired"  # the lease ended during the read: the bytes can't be trusted
     FULL = "full"  # no room: ask again when eviction has run
     SEGMENT = "segment"  # the memory's owner can't be reached, or the sizes differ
     MASTER = "master"  # the master can't be reached, or does not know this client
@@ -77,7 +78,7 @@ _MEANINGS: dict[int, Meaning] = {
     MooncakeCode.OBJECT_NOT_FOUND: Meaning.GONE,
     MooncakeCode.OBJECT_ALREADY_EXISTS: Meaning.EXISTS,
     MooncakeCode.OBJECT_HAS_LEASE: Meaning.LEASED,
-    MooncakeCode.LEASE_EXPIRED: Meaning.SEGMENT,
+    MooncakeCode.LEASE_EXPIRED: Meaning.EXPIRED,
     MooncakeCode.OBJECT_HAS_REPLICATION_TASK: Meaning.LEASED,
     MooncakeCode.REPLICA_NOT_FOUND: Meaning.GONE,
     MooncakeCode.REPLICA_ALREADY_EXISTS: Meaning.EXISTS,

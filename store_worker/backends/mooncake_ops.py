@@ -25,6 +25,9 @@ ROOM_WAIT_S = 0.5
 WRITER_WAIT_S = 1.0
 """How long a put or a get waits for somebody else who is writing the same object."""
 
+EXPIRED_WAIT_S = 0.5
+"""A read that took longer than the lease is done again for so long."""
+
 WRONG_SIZE = -1_000_000
 """Not one of the library's codes: the object has another length than was asked for."""
 
@@ -139,49 +142,32 @@ def _send(
 def compare(
     library: Library, asked: Asked, keys: Sequence[str], shapes: Sequence[Shape]
 ) -> list[int]:
-    """Objects that are there or being written: 0 if they are the ones meant, else DIFFERENT."""
+    """Objects that are there or being written: 0 if they are the ones meant, else DIFFERENT.
+    Overwrites the shapes' heads with what is stored."""
+    mine = [ctypes.string_at(shape.head, shape.head_bytes) for shape in shapes]
 
     def look(some: Sequence[int]) -> list[int]:
-        return library.batch_get_session_start([keys[i] for i in some])
+        heads = [(shapes[i].head, shapes[i].head_bytes) for i in some]
+        found = library.get_into_ranges(
+            [address for address, _ in heads],
+            [[keys[i]] for i in some],
+            [[[0]]] * len(heads),
+            [[[0]]] * len(heads),
+            [[[size]] for _, size in heads],
+        )
+        return [code for [[code]] in found]
 
     everything = list(range(len(keys)))
     codes = look(everything)
     settle(codes, Meaning.UNFINISHED, WRITER_WAIT_S, asked, look)
-    names = [keys[i] for i in everything if codes[i] == 0]
-    if not names:
-        return codes
-    try:
-        sizes = sizes_of(library, names)
-        same: list[int] = []
-        for index in everything:
-            if codes[index] == 0 and sizes.get(keys[index]) != shapes[index].total:
-                codes[index] = DIFFERENT
-            elif codes[index] == 0 and shapes[index].head_bytes:
-                same.append(index)
-        _compare_heads(library, keys, shapes, same, codes)
-    finally:
-        library.batch_get_session_end(names)
+    sizes = sizes_of(library, keys)
+    for index, (code, ours, shape) in enumerate(zip(codes, mine, shapes, strict=True)):
+        # What is shorter than our head can't be read: the library says that it is refused.
+        if keys[index] in sizes and meaning(code) in (Meaning.DONE, Meaning.REFUSED):
+            stored = ctypes.string_at(shape.head, shape.head_bytes)
+            same = sizes[keys[index]] == shape.total and code >= 0 and stored == ours
+            codes[index] = int(MooncakeCode.OK) if same else DIFFERENT
     return codes
-
-
-def _compare_heads(
-    library: Library, keys: Sequence[str], shapes: Sequence[Shape], same: Sequence[int],
-    codes: list[int],
-) -> None:
-    """Set the codes of `same`. Overwrites `head` with what is stored."""
-    if not same:
-        return
-    places = [(shapes[i].head, shapes[i].head_bytes) for i in same]
-    mine = [ctypes.string_at(address, size) for address, size in places]
-    got = library.batch_get_into_multi_buffer_ranges(
-        [keys[i] for i in same],
-        [[address] for address, _ in places],
-        [[size] for _, size in places],
-        [[0]] * len(same),
-    )
-    for index, ours, (address, size), code in zip(same, mine, places, got, strict=True):
-        equal = ctypes.string_at(address, size) == ours
-        codes[index] = code if code < 0 else int(MooncakeCode.OK) if equal else DIFFERENT
 
 
 def replace_objects(
@@ -216,6 +202,7 @@ def get_objects(
 
     codes = read(range(len(keys)))
     settle(codes, Meaning.UNFINISHED, WRITER_WAIT_S, asked, read)
+    settle(codes, Meaning.EXPIRED, EXPIRED_WAIT_S, asked, read)
     # The library says the same of a buffer that does not fit as of a peer that is gone.
     failed = [
         i for i, code in enumerate(codes) if meaning(code) in (Meaning.SEGMENT, Meaning.REFUSED)

@@ -182,6 +182,12 @@ class MooncakeCluster:
         """The answer of the master's admin port."""
         return fetch(f"http://127.0.0.1:{self.admin_port}{path}", 5.0).decode()
 
+    def objects(self) -> list[tuple[str, bytes]]:
+        """(node, key) of every object, as the master lists them; renews no lease."""
+        names = [n for n in self.master_says("/get_all_keys").split() if n.startswith("skv-")]
+        pairs = [name[4:].partition("@") for name in names]
+        return [(node, bytes.fromhex(key)) for key, _, node in pairs]
+
     def used(self, name: NodeId) -> int:
         """Bytes of a segment that hold objects."""
         return segments(parse_mooncake_url(self.url))[name].used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -62,14 +63,19 @@ def test_objects_lie_at_home(cluster: MooncakeCluster) -> None:
     assert 0.2 < share_at_home(cluster, nodes, placed=False) < 0.8
 
 
-def test_any_node_finds_and_deletes_what_lies_elsewhere(cluster: MooncakeCluster) -> None:
+def test_nodes_do_not_touch_each_others_objects(cluster: MooncakeCluster) -> None:
     first, second = map(cluster.node, cluster.names)
     items = stored(first, b"elsewhere", 3, PutHints(), cluster)
+    keys = [item.key for item in items]
+    assert second.get(get_items(items), cluster.soon()) == [MISSING] * 3
+    assert second.delete(keys, cluster.soon()) == 0
+    assert stored(second, b"elsewhere", 3, PutHints(), cluster)
+    homes = [set(map(tuple, n.where(keys, cluster.soon()).values())) for n in (first, second)]
+    assert homes == [{(name,)} for name in cluster.names]
+    assert second.delete(keys, cluster.soon()) == 3
     found = get_items(items)
-    assert second.get(found, cluster.soon()) == [OK] * 3
+    assert first.get(found, cluster.soon()) == [OK] * 3
     assert [joined(item) for item in found] == [joined(item) for item in items]
-    assert second.delete([item.key for item in items], cluster.soon()) == 3
-    assert first.get(get_items(items), cluster.soon()) == [MISSING] * 3
 
 
 def test_the_factory_knows_segments(cluster: MooncakeCluster) -> None:
@@ -89,19 +95,6 @@ def test_the_factory_knows_segments(cluster: MooncakeCluster) -> None:
     assert unplaced.ready(cluster.soon()) == unplaced.incarnation(cluster.soon())
 
 
-def test_a_copy_on_another_segment(cluster: MooncakeCluster) -> None:
-    first, second = map(cluster.node, cluster.names)
-    items = stored(first, b"copied", 4, PutHints(), cluster)
-    keys = [item.key for item in items]
-    assert second.replicate([*keys, b"copied:none"], cluster.soon()) == 4
-
-    def both() -> bool:
-        where = first.where(keys, cluster.soon())
-        return all(set(segments) == set(cluster.names) for segments in where.values())
-
-    eventually(both, 20.0, "the copies")
-
-
 def test_a_leased_object_is_gone_for_us_and_removed_later(cluster: MooncakeCluster) -> None:
     node = cluster.node(cluster.names[1])
     items = stored(node, b"leased", 6, PutHints(), cluster)
@@ -118,10 +111,10 @@ def test_a_leased_object_is_gone_for_us_and_removed_later(cluster: MooncakeClust
     assert node.exists(keys, cluster.soon()) == [True] + [False] * 5
 
 
-def _listed(cluster: MooncakeCluster, keys: list[bytes]) -> list[str]:
+def _listed(cluster: MooncakeCluster, keys: list[bytes]) -> list[bytes]:
     """Those that the master still has; unlike `where`, asking renews no lease."""
-    everything = cluster.master_says("/get_all_keys").split()
-    return [key for key in everything if key in {f"skv-{key.hex()}" for key in keys}]
+    there = {key for _, key in cluster.objects()}
+    return [key for key in keys if key in there]
 
 
 def test_loading_straight_into_the_cache(cluster: MooncakeCluster) -> None:
@@ -143,19 +136,30 @@ def test_memory_lent_by_an_engine(cluster: MooncakeCluster) -> None:
     node = cluster.node(NodeId(name), extra=f"&segment={SMALL}")
     items = stored(node, b"lent", 3, PutHints(), cluster)
     keys = [item.key for item in items]
-    assert cluster.node().where(keys, cluster.soon()) == {key: [name] for key in keys}
+    assert node.where(keys, cluster.soon()) == {key: [name] for key in keys}
     node.close()
     lender.close()
     eventually(lambda: name not in (cluster.listed() or ()), 20.0, "the segment to go")
-    assert cluster.node().exists(keys, cluster.soon()) == [False] * 3
+    assert not _listed(cluster, keys)
 
 
 def test_two_writers_of_one_object(cluster: MooncakeCluster) -> None:
-    first, second = map(cluster.node, cluster.names)
-    items = stored(first, b"twice", 4, PutHints(), cluster)
-    assert second.put(items, TTL_MS, cluster.soon()) == [OK] * 4
-    where = second.where([item.key for item in items], cluster.soon())
-    assert set(map(tuple, where.values())) == {(cluster.names[0],)}
+    items = put_items(6, SIZES, b"twice")
+    nodes = [cluster.node() for _ in range(4)]
+    outcomes: list[list[BlockOutcome]] = []
+
+    def write(node: MooncakeNode) -> None:
+        outcomes.append(node.put(items, TTL_MS, cluster.soon()))
+
+    threads = [threading.Thread(target=write, args=(node,)) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [[OK] * 6] * 4
+    found = get_items(items)
+    assert nodes[0].get(found, cluster.soon()) == [OK] * 6
+    assert [joined(item) for item in found] == [joined(item) for item in items]
 
 
 # ---- under pressure ------------------------------------------------------------------------------
@@ -169,11 +173,6 @@ def small() -> Iterator[tuple[MooncakeCluster, MooncakeNode]]:
         node.close()
 
 
-def _alive(cluster: MooncakeCluster, keys: list[bytes]) -> list[bytes]:
-    there = set(_listed(cluster, keys))
-    return [key for key in keys if f"skv-{key.hex()}" in there]
-
-
 def test_what_is_evicted_is_missing_and_puts_go_on(
     small: tuple[MooncakeCluster, MooncakeNode],
 ) -> None:
@@ -182,7 +181,7 @@ def test_what_is_evicted_is_missing_and_puts_go_on(
     for at in range(0, 600, 30):
         assert node.put(items[at : at + 30], TTL_MS, cluster.soon()) == [OK] * 30
     keys = [item.key for item in items]
-    alive = _alive(cluster, keys)
+    alive = _listed(cluster, keys)
     assert 60 < len(alive) < 300
     found = get_items(items)
     outcomes = node.get(found, cluster.soon())
@@ -198,10 +197,10 @@ def test_a_group_is_evicted_whole(small: tuple[MooncakeCluster, MooncakeNode]) -
         items = stored(node, b"g%d" % number, 15, PutHints(f"s{number}", group_from=3), cluster)
         groups[f"s{number}"] = [item.key for item in items]
     alone = [key for keys in groups.values() for key in keys[:3]]
-    left = Counter(len(_alive(cluster, keys[3:])) for keys in groups.values())
+    left = Counter(len(_listed(cluster, keys[3:])) for keys in groups.values())
     assert set(left) == {0, 12}, "a group was torn apart"
     assert left[0] > 10 and left[12] > 5
-    assert 0 < len(_alive(cluster, alone)) < len(alone)
+    assert 0 < len(_listed(cluster, alone)) < len(alone)
 
 
 def test_a_pin_protects(small: tuple[MooncakeCluster, MooncakeNode]) -> None:
@@ -217,7 +216,7 @@ def test_a_pin_protects(small: tuple[MooncakeCluster, MooncakeNode]) -> None:
         page = memoryview(chance.randbytes(1 << 20))
         flood = [PutItem(b"flood%d:%d" % (number, i), [page[:112], page]) for i in range(6)]
         assert node.put(flood, TTL_MS, cluster.soon()) == [OK] * 6
-    alive = {name: len(_alive(cluster, some)) for name, some in keys.items()}
+    alive = {name: len(_listed(cluster, some)) for name, some in keys.items()}
     assert alive == {"pinned": 8, "later": 8, "plain": 0}
     found = get_items(later)
     assert node.get(found, cluster.soon()) == [OK] * 8

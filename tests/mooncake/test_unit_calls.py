@@ -21,6 +21,22 @@ from tests.waiting import eventually
 ARENA = 1 << 20
 
 
+class Replica:
+    """One of 99 bytes in memory."""
+
+    size = 99
+
+    def is_memory_replica(self) -> bool:
+        return True
+
+    def get_memory_descriptor(self) -> Replica:
+        return self
+
+    @property
+    def buffer_descriptor(self) -> Replica:
+        return self
+
+
 class FakeLibrary:
     """Objects in a dict; `gate` blocks transfers until it is set."""
 
@@ -57,14 +73,14 @@ class FakeLibrary:
         self.log.append("revoke " + ",".join(keys))
         return [0] * len(keys)
 
-    def batch_get_session_start(self, keys: list[str]) -> list[int]:
-        return [{"whole": 0, "unfinished": -703}.get(self.objects.get(k, ""), -704) for k in keys]
-
-    def batch_get_session_end(self, keys: list[str]) -> int:
-        return 0
+    def get_into_ranges(
+        self, ptrs: Any, keys: list[list[str]], to: Any, of: Any, sizes: Any
+    ) -> list[list[list[int]]]:
+        codes = {"whole": 0, "unfinished": -703}
+        return [[[codes.get(self.objects.get(k, ""), -704)]] for [k] in keys]
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
-        return {}
+        return {key: [Replica()] for key in keys if self.objects.get(key) == "whole"}
 
     def close(self) -> int:
         self.closed = True
@@ -191,7 +207,7 @@ def test_an_object_that_somebody_else_is_writing(library: FakeLibrary, life: Lif
     call = put_call(life, ["a"], 10)
     library.objects["a"] = "whole"
     assert call.wait()
-    # There now, but of another length (the fake knows none): it has to be written again.
+    # There now, but of another length: it has to be written again.
     assert call.result() == [DIFFERENT]
     library.objects["b"] = "unfinished"
     call = put_call(life, ["b"], 0.2)

@@ -212,8 +212,8 @@ def test_batches_keep_within_bytes_and_slices() -> None:
 
 def test_keys_are_text_and_differ() -> None:
     keys = [b"", b"\0", b"\xff\xfe", b"skvo:abc", b"SKVO:abc"]
-    names = {text_key(key) for key in keys}
-    assert len(names) == 5 and all(name.isascii() and name.isprintable() for name in names)
+    names = {text_key(key, segment) for key in keys for segment in ("", "h:1", "h:2")}
+    assert len(names) == 15 and all(name.isascii() and name.isprintable() for name in names)
 
 
 # ---- who is away, what is to be removed ----------------------------------------------------------
