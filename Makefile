@@ -45,7 +45,7 @@ format: $(DEV)/STAMP ## rewrite the source as ruff likes it
 bench: $(DEV)/STAMP $(VLLM)/STAMP ## all measurements of tests/bench, one after the other
 	@for file in tests/bench/bench_*.py; do \
 	    name=$$(basename $$file .py); venv=$(DEV); \
-	    [[ $$name == bench_vllm* ]] && venv=$(VLLM); \
+	    [[ $$name == bench_vllm* || $$name == bench_mooncake* ]] && venv=$(VLLM); \
 	    echo "[bench] $$name"; \
 	    $$venv/bin/python -m tests.bench.$$name $(ARGS); \
 	done

@@ -10,8 +10,11 @@ import pytest
 from connector.clock import ManualClock, SystemClock
 from connector.config import Config, parse_config
 from connector.errors import ConfigError, StoreUnavailable
+from connector.ids import BlockHash, Namespace, NodeId
+from connector.indexmsg import Acquired, RunSlice
 from connector.meta import BlockOutcome
 from store_worker.backends.base import PutItem
+from store_worker.backends.memory import MemoryNode, MemoryStore
 from store_worker.backends.mooncake_arena import ALIGN, Arena, Extent
 from store_worker.backends.mooncake_bulk import (
     BATCH_BYTES,
@@ -32,6 +35,8 @@ from store_worker.backends.mooncake_codes import (
 from store_worker.backends.mooncake_library import address_of
 from store_worker.backends.mooncake_state import ABANDONED_MAX, REMOVALS_MAX, Gate, Removals
 from store_worker.backends.mooncake_url import MooncakeUrl, parse_mooncake_url
+from store_worker.index.precheck import Precheck
+from store_worker.keys import object_key
 
 # ---- URL -----------------------------------------------------------------------------------------
 
@@ -278,3 +283,36 @@ def test_removals_are_bounded() -> None:
     removals = Removals(ManualClock())
     assert removals.add(str(i) for i in range(REMOVALS_MAX + 5)) == REMOVALS_MAX
     assert removals.given_up == 5
+
+
+# ---- what was planned is looked for --------------------------------------------------------------
+
+
+def test_planned_objects_are_looked_for_on_their_own_nodes() -> None:
+    clock = SystemClock()
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(6)]
+    store, namespace = bytes(8), Namespace(bytes(16))
+    stores = {NodeId(name): MemoryStore() for name in "ab"}
+    nodes = {name: MemoryNode(held, parse_config({"store": "memory://x"}), clock)
+             for name, held in stores.items()}
+    found = Acquired(
+        depth=6,
+        slices=(
+            RunSlice(node=NodeId("a"), incarnation=b"", start=0, stop=4, ranks=2),
+            RunSlice(node=NodeId("b"), incarnation=b"", start=4, stop=6, ranks=2),
+        ),
+    )
+    for piece in found.slices:
+        items = [
+            PutItem(object_key(store, namespace, hashes[d], rank), [memoryview(b"x")])
+            for d in range(piece.start, piece.stop) for rank in range(2)
+        ]
+        nodes[piece.node].put(items, 60_000, clock.now() + 10)
+    look = Precheck(nodes.__getitem__, clock)
+    assert look.first_missing(store, namespace, hashes, found) == 6
+    for depth, name in ((5, "b"), (4, "b"), (2, "a")):
+        stores[NodeId(name)].values.pop(object_key(store, namespace, hashes[depth], 1))
+        assert look.first_missing(store, namespace, hashes, found) == depth
+    stores[NodeId("a")].up = False
+    assert look.first_missing(store, namespace, hashes, found) == 6  # nothing is known
+    look.close()
