@@ -409,10 +409,10 @@ class Fleet:
         """Step all engines, one after the other, until none has anything left to do."""
 
         def steps() -> bool:
-            moved = True
-            while moved:
-                moved = any([shim.step() for shim in self.engines if shim.busy])
-            return not any(shim.busy for shim in self.engines)
+            busy = [shim for shim in self.engines if shim.busy]
+            while any(list(map(Shim.step, busy))):
+                busy = [shim for shim in self.engines if shim.busy]
+            return not busy
 
         eventually(steps, deadline_s, "all engines to be idle", again_s=0.0005)
 
