@@ -9,9 +9,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import httpx
 import openai
 import pytest
 
+from connector.session import short
 from tests.servers import Server
 from tests.vllm import tiny_model
 from tests.vllm.dialogs import (
@@ -174,6 +176,83 @@ def test_a_template_that_strips_reasoning_keeps_the_earlier_prompt(
     # The old prompt ended in "<think>"; the new one goes on differently from there.
     common = (first.reply.prompt_tokens - len("<think>")) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
     assert reply.cached_tokens >= common > 0
+
+
+def post(pair: Pair, path: str, body: dict[str, object], **headers: str) -> None:
+    """Send a request that the `openai` client has no name for."""
+    reply = httpx.post(pair.servers[0].url + path, json=body, headers=headers, timeout=60)
+    assert reply.status_code == 200, reply.text
+
+
+ENTRANCES = {
+    "chat": ("/v1/chat/completions", "max_tokens"),
+    "completions": ("/v1/completions", "max_tokens"),
+    "responses": ("/v1/responses", "max_output_tokens"),
+}
+
+
+def body_for(entrance: str, seed: str) -> dict[str, object]:
+    """A request of some new blocks, that no other shares."""
+    text = f"{seed} says: " + "what a long and winding road this is. " * 4
+    messages = [{"role": "user", "content": text}]
+    content = {"chat": {"messages": messages}, "completions": {"prompt": text}}
+    what = content.get(entrance, {"input": text})
+    return {"model": MODEL_NAME, "temperature": 0, ENTRANCES[entrance][1]: 2, **what}
+
+
+@pytest.mark.parametrize("channel", ["body", "header", "xargs", "body before header"])
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_an_id_reaches_the_store_thread(pair: Pair, entrance: str, channel: str) -> None:
+    session, other = f"{entrance}/{channel}/mine", f"{entrance}/{channel}/other"
+    body, headers = body_for(entrance, session), {}
+    if channel.startswith("body"):
+        body["session_id"] = session
+    if channel == "header":
+        headers["X-Session-ID"] = session
+    if channel == "xargs":
+        body["vllm_xargs"] = {"session_id": session}
+    if channel == "body before header":
+        headers["X-Session-ID"] = other
+    post(pair, ENTRANCES[entrance][0], body, **headers)
+    assert_seen(pair, session)
+    assert digest(pair, other) not in pair.servers[0].log()
+
+
+def test_the_tokens_in_entrance_reads_the_header(pair: Pair) -> None:
+    tokens = tiny_model.token_ids("tokens in, " * 12)
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2, "temperature": 0}}
+    post(pair, "/inference/v1/generate", body, **{"X-Session-ID": "tokens-in"})
+    assert_seen(pair, "tokens-in")
+
+
+def test_both_children_of_n_2_carry_the_id(pair: Pair) -> None:
+    body = {**body_for("chat", "two"), "n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 70}
+    post(pair, ENTRANCES["chat"][0], body, **{"X-Session-ID": "twice"})
+
+    def requests() -> set[str]:
+        lines = [x for x in pair.servers[0].log().splitlines() if digest(pair, "twice") in x]
+        return {x.partition("request=")[2].partition(" ")[0] for x in lines if "save job" in x}
+
+    eventually(lambda: len(requests()) == 2, 10, "saves of two requests")
+
+
+def test_an_id_that_is_too_long_counts_as_none(pair: Pair) -> None:
+    name = "vllm:session_kv_sessions_invalid_total"
+    before = pair.servers[0].metrics().get(name, 0.0)
+    post(pair, ENTRANCES["chat"][0], {**body_for("chat", "long"), "session_id": "x" * 257})
+    eventually(lambda: pair.servers[0].metrics().get(name, 0.0) == before + 1, 10, name)
+
+
+def digest(pair: Pair, session: str) -> str:
+    """How the store thread's log names a session."""
+    return f"session={short(pair.view.key(session))} "
+
+
+def assert_seen(pair: Pair, session: str) -> None:
+    """The store thread has saved blocks of this session; its id is in no log line."""
+    wanted = digest(pair, session)
+    eventually(lambda: wanted in pair.servers[0].log(), 10, f"a save of {session}")
+    assert session not in pair.servers[0].log()
 
 
 def test_redis_dies_and_comes_back_empty(pair: Pair, reference: Reference) -> None:
