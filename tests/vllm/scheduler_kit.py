@@ -71,7 +71,7 @@ def _engine_config(connector: bool, tokens_per_step: int) -> VllmConfig:
         dtype="float32",
         enforce_eager=True,
         block_size=B,
-        max_model_len=2048,
+        max_model_len=tiny_model.MAX_TOKENS,
         max_num_seqs=64,
         max_num_batched_tokens=tokens_per_step,
         enable_chunked_prefill=True,
