@@ -1,7 +1,9 @@
 """The prefill side's hand-off: `kv_transfer_params = {"session_kv": {...}}`.
 
-Core module (pure). Fields: `session` (id or null), `tip` (hex hash of the last whole prompt block),
-`num_tokens` (that the tip covers), `namespace` (hex; engines that differ in it can't share blocks).
+Fields: `session` (id or null), `tip` (hex hash of the last whole prompt block), `num_tokens` (that
+the tip covers), `namespace` (hex; engines that differ in it can't share blocks).
+
+Pure functions. Leaf module.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ payload}]}`, as vLLM's `Request.kv_hints` has it, or the same JSON under
 
 An unknown type or version is ignored and counted: envelopes are meant for many receivers.
 
-Core module (pure).
+Pure functions. Leaf module.
 """
 
 from __future__ import annotations

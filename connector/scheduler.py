@@ -26,6 +26,7 @@ from connector.lookup import (
     CloseOp,
     CloseReply,
     CommitReply,
+    HintKind,
     HintReply,
     LookupReply,
     PrepareReply,
@@ -120,7 +121,7 @@ class ConnectorScheduler:
         )
         context.trackers[id_] = tracker
         context.stats.add("requests", session="yes" if identity.session_id else "no")
-        self._take_hints(said, identity)
+        self._take_hints(said, tracker)
         self._loads.ask(tracker, context.config.pd_wait_s if identity.wait_tip else 0.0)
 
     def _identity(self, said: Said) -> Identity:
@@ -148,18 +149,22 @@ class ConnectorScheduler:
             must_save=self._context.config.pd_role == "prefill",
         )
 
-    def _take_hints(self, said: Said, identity: Identity) -> None:
+    def _take_hints(self, said: Said, tracker: RequestTracker) -> None:
+        """Hints speak of the time after this turn: they are posted when it ends. A session that
+        ends with it need not be saved any more."""
         envelope = said.kv_hints
         if envelope is None and said.kv_transfer_params:
             envelope = said.kv_transfer_params.get(HINTS)
+        identity = tracker.identity
         try:
             hints = parse_hints(envelope, identity.session_id, identity.cache_salt)
         except HintError:
             self._context.stats.add("hints", outcome="malformed")
             return
         self._context.stats.add("hints", hints.ignored, outcome="unknown")
-        for op in hints.ops:
-            self._context.post(op)
+        tracker.hints = hints.ops
+        if any(op.kind is HintKind.RELEASE for op in hints.ops):
+            tracker.saving = False
 
     def match(self, request: RequestId, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again later."""
@@ -207,6 +212,8 @@ class ConnectorScheduler:
         tracker.blocks = list(blocks)
         tokens = min(num_computed_tokens, tracker.computed, tracker.request.num_tokens - 1)
         self._saves.finish(tracker, tokens)
+        for hint in tracker.hints:
+            self._context.post(hint)
         return self._hand_off(tracker)
 
     def _hand_off(self, tracker: RequestTracker) -> dict[str, object] | None:

@@ -28,6 +28,7 @@ from connector.ids import (
 )
 from connector.indexmsg import RunSlice
 from connector.ledger import Job
+from connector.lookup import HintOp
 
 
 class RequestLike(Protocol):
@@ -102,6 +103,7 @@ class RequestTracker:
     finished: bool = False
     turn_sent: bool = False
     turn_tokens: int = 0
+    hints: tuple[HintOp, ...] = ()
     counted: bool = False
 
     @property

@@ -6,11 +6,13 @@ Pure functions. Every refusal is an InvalidRequest that names the field, the val
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from connector.errors import SessionIdError
+from connector import hints
+from connector.errors import HintError, SessionIdError
 from connector.session import check_session_id
 from engine_shim.api import Prompt, RequestOptions
 from engine_shim.errors import InvalidRequest
@@ -178,6 +180,7 @@ def build_message(
     if found.kv_transfer_params is not None:
         extra["kv_transfer_params"] = found.kv_transfer_params
     params = msgspec.structs.replace(params, extra_args=extra or None)
+    check_hints(options.kv_hints, found.kv_transfer_params, found.session_id)
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -194,6 +197,18 @@ def build_message(
         session_id=found.session_id,
         kv_hints=options.kv_hints,
     )
+
+
+def check_hints(
+    envelope: object, kv_transfer_params: Mapping[str, Any] | None, session_id: str | None
+) -> None:
+    """Hints come as an envelope of their own, or in kv_transfer_params. Raises InvalidRequest."""
+    if envelope is None:
+        envelope = (kv_transfer_params or {}).get(hints.FIELD)
+    try:
+        hints.parse_hints(envelope, session_id, None)
+    except HintError as error:
+        raise InvalidRequest(str(error), hints.FIELD) from error
 
 
 def check_message(message: EngineCoreRequest, max_model_len: int, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 PRODUCT = ("connector", "store_worker", "engine_shim")
-LEAF_NAMES = "ids errors clock config session meta stats indexmsg lookup"
+LEAF_NAMES = "ids errors clock config session meta stats indexmsg lookup hints handoff"
 LEAF = frozenset(f"connector.{name}" for name in LEAF_NAMES.split())
 ADAPTER = "connector.vllm_adapter"
 # Composition roots: the only modules that see both the connector's core and the store. The adapter
