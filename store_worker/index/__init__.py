@@ -21,7 +21,8 @@ def open_index(
     clock: Clock | None = None,
 ) -> SessionIndex:
     """The index at a URL: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, or
-    `memory://NAME` (one per name and process, for tests). Connects when first asked. options: instead of those that `config` says.
+    `memory://NAME` (one per name and process, for tests). Connects when first asked.
+    options: instead of those that `config` says.
 
     Raises ConfigError for another kind of URL.
     """

@@ -176,6 +176,12 @@ def _dying(s: State) -> Iterator[str]:
     for node in s.by_idx:
         if set(node.dying_blocks) != set(node.dying_order):
             yield f"node {node.name}: dying blocks and their order differ"
+        promised: dict[tuple[bytes, bytes], int] = defaultdict(int)
+        for grant in s.grants.values():
+            for block in grant.hashes if _of(grant, node) else ():
+                promised[grant.ns, block] += 1
+        if node.promised != promised:
+            yield f"node {node.name}: promised blocks are not those of the running grants"
         for ns, block in node.dying_blocks:
             at = s.entries.get(ns, {}).get(block)
             run = s.runs[at[0]] if at else None

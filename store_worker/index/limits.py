@@ -42,6 +42,8 @@ DEAD_GRACE_MS = 60_000
 """How long runs wait behind lost ones before they are swept."""
 DOWN_GRACE_MS = 600_000
 """How long a node's runs stay listed after it went down."""
+PROMISE_MS = 5_000
+"""How long a block stays that another running grant has promised to the same node."""
 REPLY_KEPT_MS = 120_000
 """How long the reply to a commit is kept for a retry."""
 EXPIRE_PER_CALL = 2

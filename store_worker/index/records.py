@@ -185,7 +185,8 @@ class Dying:
 
 @dataclass(slots=True)
 class Node:
-    """A data node. epoch: counts its incarnations; charges: object size to what it really takes."""
+    """A data node. epoch: counts its incarnations; charges: object size to what it really takes;
+    promised: blocks of running grants, and of how many."""
 
     idx: int
     name: str

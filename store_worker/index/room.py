@@ -37,7 +37,8 @@ def promise(op: Op, node: Node, grant: Grant) -> None:
     need = grant.block_bytes * len(grant.hashes)
     node.granted += need
     for block in grant.hashes:
-        node.promised[grant.ns, block] = grant.id
+        key = (grant.ns, block)
+        node.promised[key] = node.promised.get(key, 0) + 1
     minute = op.now // 60_000
     then, now_bytes, before = node.recent
     if then == minute:
@@ -57,7 +58,7 @@ def recent_bytes(op: Op, node: Node) -> float:
 
 def settle_promise(op: Op, grant: Grant) -> None:
     """End a promise. What is not listed on the node may yet lie there: it dies, unless another
-    grant for the same block has been given since."""
+    running grant (or a copy under way) may have written it as well."""
     node = tree.current(op, grant.node, grant.epoch)
     parent = tree.find(op, grant.ns, grant.parent) if grant.parent else None
     if parent is not None and parent[0].children.discard(-grant.id):
@@ -67,12 +68,13 @@ def settle_promise(op: Op, grant: Grant) -> None:
     node.granted -= grant.block_bytes * len(grant.hashes)
     for block in grant.hashes:
         key = (grant.ns, block)
-        if node.promised.get(key) != grant.id:
-            continue
-        del node.promised[key]
-        found = tree.find(op, grant.ns, block)
-        if found is None or not tree.lies_on(op, *found, node):
-            tree.bury(op, node, grant.ns, block, (grant.block_bytes, grant.ranks))
+        others = node.promised.pop(key) - 1
+        if others:
+            node.promised[key] = others
+        elif (node.idx, *key) not in op.s.copying:
+            found = tree.find(op, grant.ns, block)
+            if found is None or not tree.lies_on(op, *found, node):
+                tree.bury(op, node, grant.ns, block, (grant.block_bytes, grant.ranks))
 
 
 def expire(op: Op) -> None:
@@ -150,6 +152,10 @@ def evict(op: Op, node: Node, bytes_: int, own: float | None, keep: tuple[int, i
         blocks = min(run.stop - floor, op.budget, -(-bytes_ // run.block_bytes))
         if blocks <= 0:
             return True
+        blocks = tree.unpromised(op, run, blocks)
+        if not blocks:
+            op.budget -= L.RUN_COST
+            continue
         if worth.level == L.LEVEL_PINNED:
             op.s.count("pinned_overruns", blocks)
         op.s.count("evicted_unwanted" if worth.level == L.LEVEL_FREE else "evicted", blocks)
@@ -237,9 +243,10 @@ def free_up(op: Op, run: Run | None) -> int:
             break
         wanted = run.stop - held
         blocks = min(run.stop - max(held, tree.leased_to(op, run)), op.budget)
+        blocks = tree.unpromised(op, run, max(0, blocks))
         if blocks < wanted:
             run.free = True
-        if blocks <= 0:
+        if not blocks:
             tree.settle(op, run)
             break
         parent = tree.find(op, run.ns, run.parent) if run.parent else None
@@ -303,7 +310,7 @@ def _remove_below(op: Op, run: Run) -> int:
             return 0
         run = op.s.runs[top[1]]
     floor = max(run.start, run.top_child(), tree.leased_to(op, run))
-    blocks = min(run.stop - floor, op.budget)
-    if blocks > 0:
+    blocks = tree.unpromised(op, run, max(0, min(run.stop - floor, op.budget)))
+    if blocks:
         tree.trim(op, run, run.stop - blocks)
-    return max(0, blocks)
+    return blocks

@@ -4,7 +4,7 @@ Keys, all under `{skv}:` (`P` is a place, "node number:epoch"; run ids have 12 d
 
     m           hash  clock gen floor seq run grant nodes logged running tcls ops inc sec fmt
     nodes       hash  node name -> number       n:N  hash  one node      nc:N  hash  its charges
-    dy:P do:P   hash, zset  dying blocks        gh:P hash  promised blocks -> grant
+    dy:P do:P   hash, zset  dying blocks        gh:P hash  promised blocks -> grants
     l:P:L:C     zset  leaves of level L, class C, by use; l:P:-1:0 leased ones, by end
     lc:P        set   the L:C that are not empty      tm:P zset  leaves to look at again, by time
     pr:P        zset  runs       cp:P zset  runs with a copy there, by use     dead zset  places
@@ -153,7 +153,7 @@ class _Reader:
                 node.dying_blocks[key[:ns_bytes], key[ns_bytes:]] = Dying(size, ranks)
             node.dying_order = _zset(self.keys.get(b"do:" + place), self._key)
             promised = self.keys.get(b"gh:" + place, {})
-            node.promised = {self._key(key): int(grant) for key, grant in promised.items()}
+            node.promised = {self._key(key): int(grants) for key, grants in promised.items()}
             s.nodes[node.name] = node
             s.by_idx.append(node)
 

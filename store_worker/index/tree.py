@@ -212,6 +212,21 @@ def wake(op: Op, node: Node) -> None:
         settle(op, op.s.runs[run_id])
 
 
+def unpromised(op: Op, run: Run, blocks: int) -> int:
+    """How many of the last `blocks` may go. One that a running grant has promised to the same node
+    may have been written by it as well: to delete it would destroy what that grant commits. It is
+    leased for a little, and what lies above it."""
+    at = [current(op, run.node, run.epoch), *(current(op, c.node, c.epoch) for c in run.copies)]
+    nodes = [node for node in at if node is not None]
+    for depth in range(run.stop, run.stop - blocks, -1):
+        key = (run.ns, run.hash_at(depth))
+        if any(key in node.promised for node in nodes):
+            add_lease(op, run, depth, op.now + L.PROMISE_MS)
+            settle(op, run)
+            return run.stop - depth
+    return blocks
+
+
 # -- removal -------------------------------------------------------------------------------------
 
 

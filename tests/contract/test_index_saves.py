@@ -150,6 +150,15 @@ def test_a_grant_that_is_not_finished_in_time_expires(drive: Drive) -> None:
     d.sound()
 
 
+def test_what_expires_is_not_granted_again_in_the_same_call(drive: Drive) -> None:
+    d, c = drive(), chain("c", 4)
+    d.ask(c, grant_s=10.0)
+    refused = d.at(11).ask(c)
+    assert isinstance(refused, Declined) and refused.reason is DeclineReason.DYING
+    assert {v.hash for v in refused.victims} == set(c)
+    d.sound()
+
+
 def test_abort_gives_room_back_once_the_objects_are_gone(drive: Drive) -> None:
     d, c = drive(), chain("c", 4)
     granted = d.ask(c)
@@ -170,6 +179,31 @@ def test_aborting_one_of_two_grants_for_a_block_deletes_nothing_of_the_other(dri
     assert d.index.abort(first.grant, d.now) == ()
     assert d.settle(second, 4).losers == ()
     assert d.listed(c) == 4
+    d.sound()
+
+
+def test_a_committed_block_that_another_still_saves_is_not_evicted_under_it(drive: Drive) -> None:
+    """Its objects would be deleted after the other has written them, and before it commits."""
+    d, c = drive(blocks=10, high_water=1.0), chain("c", 4)
+    first, second = d.ask(c), d.ask(c)
+    assert isinstance(first, Granted) and isinstance(second, Granted)
+    d.settle(first, 4)
+    assert d.at(1).ask(chain("n", 4)) == Declined(DeclineReason.FULL)
+    assert d.index.close(S, d.now).victims == () and d.listed(c) == 4
+    done = d.settle(second, 4)
+    assert (done.outcome, done.already, done.losers) == ("ok", (0, 1, 2, 3), ())
+    assert d.at(6).ask(chain("n", 8)).victims != ()
+    d.sound()
+
+
+def test_the_last_of_two_grants_to_end_says_what_must_be_deleted(drive: Drive) -> None:
+    d, c = drive(), chain("c", 4)
+    first, second = d.ask(c), d.ask(c[:3])
+    assert isinstance(first, Granted) and isinstance(second, Granted)
+    assert d.settle(first, 1).losers[0].hash == c[3], "only the first had it"
+    late = d.settle(second, 2)
+    assert (late.already, [v.hash for v in late.losers]) == ((0,), [c[2]])
+    assert d.listed(c) == 2
     d.sound()
 
 

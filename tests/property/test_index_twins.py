@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from connector.clock import ManualClock
-from connector.ids import NO_HASH, NO_SESSION, BlockHash, NodeId
+from connector.ids import NO_HASH, NO_SESSION, BlockHash, Namespace, NodeId, SessionKey
 from connector.indexmsg import (
     Boundary,
     CommitRequest,
@@ -85,17 +85,35 @@ depths = st.integers(0, 13)
 sessions = st.sampled_from(SESSIONS)
 namespaces = st.sampled_from((NS, NS, NS, OTHER_NS))
 
-SAVES: dict[str, Any] = {
-    "c": chains,
-    "back": st.sampled_from((0, 0, 0, 0, 1, 2, 5, 99, -1)),
-    "blocks": st.integers(1, 13),
-    "session": sessions,
-    "ns": namespaces,
-    "nodes": st.lists(st.sampled_from(NODES), min_size=1, max_size=2, unique=True),
-    "how": hows,
-    "saved": st.sampled_from((13, 13, 13, 13, 3, 0, -1, -1)),
-    "turn": st.booleans(),
-}
+
+
+class Save(NamedTuple):
+    """A save to try. back: how many blocks before the first that is not listed it begins.
+    saved: -1 leaves the commit for later."""
+
+    c: tuple[BlockHash, ...]
+    back: int
+    blocks: int
+    session: SessionKey
+    ns: Namespace
+    nodes: list[NodeId]
+    how: How
+    saved: int
+    turn: bool
+
+
+saves = st.builds(
+    Save,
+    c=chains,
+    back=st.sampled_from((0, 0, 0, 0, 1, 2, 5, 99, -1)),
+    blocks=st.integers(1, 13),
+    session=sessions,
+    ns=namespaces,
+    nodes=st.lists(st.sampled_from(NODES), min_size=1, max_size=2, unique=True),
+    how=hows,
+    saved=st.sampled_from((13, 13, 13, 13, 3, 0, -1, -1)),
+    turn=st.booleans(),
+)
 
 
 def records(s: State) -> dict[str, Any]:
@@ -163,17 +181,17 @@ class Twins(RuleBasedStateMachine):
     def wait(self, ms: int) -> None:
         self.now += ms
 
-    def save(self, c: Any, back: int, blocks: int, session: Any, ns: Any, nodes: Any,
-             how: How, saved: int, turn: bool) -> None:  # fmt: skip
+    def save(self, save: Save) -> None:
         """Ask for room for what is not listed yet (or a little more or less), and commit at once,
-        unless saved is -1."""
-        start = max(0, min(sum(self.both("probe", ns, c)) - back, len(c) - 1))
-        recalled = self.both("recall", ns, session, self.now)
+        unless it is left for later."""
+        c, ns, how = save.c, save.ns, save.how
+        start = max(0, min(sum(self.both("probe", ns, c)) - save.back, len(c) - 1))
+        recalled = self.both("recall", ns, save.session, self.now)
         request = PrepareRequest(
-            namespace=ns, session=session, generation=recalled.generation - how.stale,
+            namespace=ns, session=save.session, generation=recalled.generation - how.stale,
             parent=c[start - 1] if start else NO_HASH, start=start,
-            hashes=c[start : start + blocks], nodes=tuple(nodes), object_bytes=BLOCK * how.size,
-            new_tokens=how.new_tokens, must=how.must, grant_s=30.0,
+            hashes=c[start : start + save.blocks], nodes=tuple(save.nodes),
+            object_bytes=BLOCK * how.size, new_tokens=how.new_tokens, must=how.must, grant_s=30.0,
         )  # fmt: skip
         for _ in range(3):
             answer = self.both("prepare", request, self.now)
@@ -183,20 +201,20 @@ class Twins(RuleBasedStateMachine):
         self.victims += answer.victims
         if isinstance(answer, Granted):
             self.grants.append((answer, request))
-            if saved >= 0:
-                self._commit(*self.grants[-1], saved=saved, turn=turn)
+            if save.saved >= 0:
+                self._commit(*self.grants[-1], saved=save.saved, turn=save.turn)
 
     # Rules are drawn alike: these make saves as frequent as everything that undoes them.
-    save_1 = rule(**SAVES)(save)
-    save_2 = rule(**SAVES)(save)
-    save_3 = rule(**SAVES)(save)
-    save_4 = rule(**SAVES)(save)
+    save_1 = rule(save=saves)(save)
+    save_2 = rule(save=saves)(save)
+    save_3 = rule(save=saves)(save)
+    save_4 = rule(save=saves)(save)
 
     @rule(session=sessions, node=st.sampled_from(NODES), count=st.integers(7, 12))
     def branch_out(self, session: Any, node: NodeId, count: int) -> None:
         """Many conversations on one prompt."""
         for c in CHAINS[3 : 3 + count]:
-            self.save(c, 0, 13, session, NS, [node], HOWS[0], 13, True)
+            self.save(Save(c, 0, 13, session, NS, [node], HOWS[0], 13, True))
 
     def _commit(self, granted: Granted, asked: PrepareRequest, saved: int, turn: bool) -> None:
         tip = asked.start + len(asked.hashes)

@@ -9,7 +9,7 @@ local function copy_to(steps, r, upto, node, source, high)
     local block = hash_at(r, at + 1)
     local member = fmt('%04d', node.idx) .. r.ns .. block
     if call('HEXISTS', K .. 'cy', member) == 1
-      or call('HEXISTS', K .. 'dy:' .. node.place, r.ns .. block) == 1
+      or call('HEXISTS', dying_key(node), r.ns .. block) == 1
       or used(node) + r.bb > floor(node.cap * high)
       or node.copies + r.bb > floor(node.cap * C_COPY_PERCENT / 100) then
       break

@@ -157,7 +157,7 @@ local function outcome_of(g, node, saved)
   if saved > 0 then
     local keys = {}
     for i = 1, saved do keys[i] = g.ns .. g.list[i] end
-    local dying = call('HMGET', K .. 'dy:' .. node.place, unpack(keys))
+    local dying = call('HMGET', dying_key(node), unpack(keys))
     for i = 1, saved do if dying[i] then return 'dying' end end
   end
   return 'ok'

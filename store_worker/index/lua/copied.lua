@@ -10,7 +10,7 @@ local function add_copy(r, depth, node, size)
     end
   end
   if upto ~= depth - 1 or r.bb ~= size or r.node == node.idx
-    or call('HEXISTS', K .. 'dy:' .. node.place, r.ns .. hash_at(r, depth)) == 1 then
+    or call('HEXISTS', dying_key(node), r.ns .. hash_at(r, depth)) == 1 then
     return false
   end
   kept[#kept + 1] = {node.idx, node.epoch, depth}

@@ -261,11 +261,22 @@ local function bury(node, ns, block, bytes, ranks)
   victim(ns, block, node.name, ranks)
 end
 
-local function flush()
+local function flush_buried()
   for idx, list in pairs(BURIED) do
     each('HSET', K .. 'dy:' .. N[idx].place, list[1])
     each('ZADD', K .. 'do:' .. N[idx].place, list[2])
   end
+  BURIED = {}
+end
+
+-- key of the dying blocks of a node; what this call has buried is in it
+local function dying_key(node)
+  flush_buried()
+  return K .. 'dy:' .. node.place
+end
+
+local function flush()
+  flush_buried()
   for _, r in pairs(R) do if r.dirty then write_run(r) end end
   for idx, node in pairs(N) do
     if node.dirty then

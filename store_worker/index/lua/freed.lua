@@ -12,7 +12,7 @@ for name, list in pairs(keys) do
   if node then
     for i = 1, #list, 1000 do
       local last = min(i + 999, #list)
-      local about = call('HMGET', K .. 'dy:' .. node.place, unpack(list, i, last))
+      local about = call('HMGET', dying_key(node), unpack(list, i, last))
       local seen = {}
       for j = i, last do
         local text = about[j - i + 1]
@@ -22,7 +22,7 @@ for name, list in pairs(keys) do
           node.dirty = true
         end
       end
-      call('HDEL', K .. 'dy:' .. node.place, unpack(list, i, last))
+      call('HDEL', dying_key(node), unpack(list, i, last))
       call('ZREM', K .. 'do:' .. node.place, unpack(list, i, last))
     end
   end

@@ -155,7 +155,7 @@ local function grant(node, path, first)
     'parent', before, 'start', num(Q.start + first), 'hashes', concat(hashes), 'n', #hashes,
     'node', node.idx, 'epoch', node.epoch, 'ranks', Q.ranks, 'bb', num(bb), 'tokens', Q.tokens)
   call('ZADD', K .. 'gx', expires, id)
-  promise(node, Q.ns, hashes, id, bb)
+  promise(node, Q.ns, hashes, bb)
   if path[1] then
     add_child(path[1][1], 'g' .. id, path[1][2] + 0.5)
     settle(path[1][1])
@@ -187,7 +187,7 @@ local reason, node
 for _, candidate in ipairs(nodes) do
   node = candidate
   reason = nil
-  local dying = call('HMGET', K .. 'dy:' .. node.place, unpack(keys))
+  local dying = call('HMGET', dying_key(node), unpack(keys))
   for i = 1, #keys do
     if dying[i] then reason = 'dying' end
   end

@@ -12,7 +12,7 @@ elseif node.inc ~= ARGV[3] then
   call('ZREM', K .. 'dead', member(node))
   local runs = call('EXISTS', K .. 'pr:' .. node.place)
   call('ZADD', K .. 'dead', now + (runs == 1 and C_DEAD_GRACE_MS or 0), member(node))
-  call('UNLINK', K .. 'dy:' .. node.place, K .. 'do:' .. node.place, K .. 'gh:' .. node.place)
+  call('UNLINK', dying_key(node), K .. 'do:' .. node.place, K .. 'gh:' .. node.place)
   node.inc, node.epoch = ARGV[3], node.epoch + 1
   node.stored, node.copies, node.granted, node.dying, node.blocks = 0, 0, 0, 0, 0
   count('nodes_lost')

@@ -5,12 +5,16 @@ local function block_bytes(node, object_bytes, ranks)
 end
 
 -- promises ------------------------------------------------------------------------------------
-local function promise(node, ns, hashes, id, bb)
+local function promise(node, ns, hashes, bb)
   local need = bb * #hashes
   node.granted = node.granted + need
-  local args = {}
-  for i, block in ipairs(hashes) do args[2 * i - 1], args[2 * i] = ns .. block, id end
-  each('HSET', K .. 'gh:' .. node.place, args)
+  if #hashes > 0 then
+    local keys, args = {}, {}
+    for i, block in ipairs(hashes) do keys[i] = ns .. block end
+    local others = call('HMGET', K .. 'gh:' .. node.place, unpack(keys))
+    for i, key in ipairs(keys) do args[2 * i - 1], args[2 * i] = key, (others[i] or 0) + 1 end
+    call('HSET', K .. 'gh:' .. node.place, unpack(args))
+  end
   local minute = floor(now / 60000)
   if node.rm == minute then
     node.rn = node.rn + need
@@ -50,6 +54,15 @@ local function grant_of(id)
   return g
 end
 
+-- buries a block that is not listed; another grant's end may have buried it before
+local function bury_again(node, ns, block, bytes, ranks, dying)
+  if dying then
+    victim(ns, block, node.name, ranks)
+  else
+    bury(node, ns, block, bytes, ranks)
+  end
+end
+
 local function settle_promise(g)
   local node = current(g.node, g.epoch)
   if g.parent ~= '' then
@@ -61,21 +74,37 @@ local function settle_promise(g)
   node.granted = node.granted - g.bb * g.n
   node.dirty = true
   if g.n == 0 then return end
-  local keys, mine, gone = {}, {}, {}
+  local keys, mine, gone, left = {}, {}, {}, {}
   for i, block in ipairs(g.list) do keys[i] = g.ns .. block end
-  local owner = call('HMGET', K .. 'gh:' .. node.place, unpack(keys))
+  local counted = call('HMGET', K .. 'gh:' .. node.place, unpack(keys))
   for i = 1, g.n do
-    if owner[i] == g.id then
+    local others = counted[i] - 1
+    if others > 0 then
+      left[#left + 1] = keys[i]
+      left[#left + 1] = others
+    else
       gone[#gone + 1] = keys[i]
       mine[#mine + 1] = g.list[i]
     end
   end
+  each('HSET', K .. 'gh:' .. node.place, left)
   if #gone == 0 then return end
   call('HDEL', K .. 'gh:' .. node.place, unpack(gone))
   local entries = call('HMGET', K .. 'e:' .. g.ns, unpack(mine))
+  local unlisted, dead, copied = {}, {}, {}
   for i, block in ipairs(mine) do
     local r, depth = entry_of(entries[i])
-    if not r or not lies_on(r, depth, node) then bury(node, g.ns, block, g.bb, g.ranks) end
+    if not r or not lies_on(r, depth, node) then
+      unlisted[#unlisted + 1] = block
+      dead[#dead + 1] = gone[i]
+      copied[#copied + 1] = fmt('%04d', node.idx) .. gone[i]
+    end
+  end
+  if #unlisted == 0 then return end
+  local dying = call('HMGET', dying_key(node), unpack(dead))
+  local copying = call('HMGET', K .. 'cy', unpack(copied))
+  for i, block in ipairs(unlisted) do
+    if not copying[i] then bury_again(node, g.ns, block, g.bb, g.ranks, dying[i]) end
   end
 end
 
@@ -93,7 +122,8 @@ local function end_copying(member)
   local r, depth = find(ns, block)
   if not (r and lies_on(r, depth, node))
     and call('HEXISTS', K .. 'gh:' .. node.place, ns .. block) == 0 then
-    bury(node, ns, block, tonumber(bytes), tonumber(ranks))
+    local dying = call('HEXISTS', dying_key(node), ns .. block) == 1
+    bury_again(node, ns, block, tonumber(bytes), tonumber(ranks), dying)
   end
   return true
 end
@@ -212,10 +242,15 @@ local function evict(node, bytes, own, keep, keepdepth)
     if r.id == keep then low = max(low, keepdepth) end
     local blocks = min(r.stop - low, budget, math.ceil(bytes / r.bb))
     if blocks <= 0 then return true end
-    if worth[1] == C_LEVEL_PINNED then count('pinned_overruns', blocks) end
-    count(worth[1] == C_LEVEL_FREE and 'evicted_unwanted' or 'evicted', blocks)
-    bytes = bytes - blocks * r.bb
-    trim(r, r.stop - blocks)
+    blocks = unpromised(r, blocks)
+    if blocks == 0 then
+      budget = budget - C_RUN_COST
+    else
+      if worth[1] == C_LEVEL_PINNED then count('pinned_overruns', blocks) end
+      count(worth[1] == C_LEVEL_FREE and 'evicted_unwanted' or 'evicted', blocks)
+      bytes = bytes - blocks * r.bb
+      trim(r, r.stop - blocks)
+    end
   end
   return true
 end
@@ -260,7 +295,7 @@ local function reissue(node, limit)
   local due = call('ZRANGEBYSCORE', K .. 'do:' .. node.place, '-inf', now - C_REISSUE_MS,
     'LIMIT', 0, limit)
   if #due == 0 then return end
-  local about = call('HMGET', K .. 'dy:' .. node.place, unpack(due))
+  local about = call('HMGET', dying_key(node), unpack(due))
   local args = {}
   for i, key in ipairs(due) do
     args[2 * i - 1], args[2 * i] = now, key
@@ -278,8 +313,9 @@ local function free_up(r)
     if held >= r.stop then break end
     local wanted = r.stop - held
     local blocks = min(r.stop - max(held, leased_to(r)), budget)
+    blocks = unpromised(r, max(0, blocks))
     if blocks < wanted then r.free, r.dirty = true, true end
-    if blocks <= 0 then
+    if blocks == 0 then
       settle(r)
       break
     end
@@ -326,9 +362,9 @@ local function remove_below(r)
     r = run_of(r.topid)
   end
   local low = max(r.start, top_child(r), leased_to(r))
-  local blocks = min(r.stop - low, budget)
+  local blocks = unpromised(r, max(0, min(r.stop - low, budget)))
   if blocks > 0 then trim(r, r.stop - blocks) end
-  return max(0, blocks)
+  return blocks
 end
 
 local function sweep_dead()

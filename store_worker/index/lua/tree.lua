@@ -184,6 +184,35 @@ local function wake(node)
   for _, id in ipairs(due) do settle(run_of(id)) end
 end
 
+-- how many of the last blocks may go: one that a running grant has promised to the same node may
+-- have been written by it as well, and stays for a little
+local function unpromised(r, blocks)
+  if blocks == 0 then return 0 end
+  local nodes = {current(r.node, r.epoch)}
+  for _, c in ipairs(copies_of(r)) do nodes[#nodes + 1] = current(c[1], c[2]) end
+  local b, size = hashes_of(r)
+  local keys = {}
+  for i = 1, blocks do
+    local at = (r.stop - r.start - i) * size
+    keys[i] = r.ns .. sub(b, at + 1, at + size)
+  end
+  local free = blocks
+  for _, node in ipairs(nodes) do
+    local key = K .. 'gh:' .. node.place
+    if call('EXISTS', key) == 1 then
+      local promised = call('HMGET', key, unpack(keys))
+      for i = 1, free do
+        if promised[i] then free = i - 1 break end
+      end
+    end
+  end
+  if free < blocks then
+    add_lease(r, r.stop - free, now + C_PROMISE_MS)
+    settle(r)
+  end
+  return free
+end
+
 -- removal -------------------------------------------------------------------------------------
 local function uncopied(c, id) call('ZREM', K .. 'cp:' .. c[1] .. ':' .. c[2], id) end
 
