@@ -482,9 +482,10 @@ class Fleet:
             for shim in self.engines:
                 shim.core.shutdown()
         if kind is None:
-            eventually(lambda: not self._left_over(), 10.0, "the threads to end")
+            eventually(lambda: not self.threads(), 10.0, "the threads to end")
 
-    def _left_over(self) -> list[str]:
+    def threads(self) -> list[str]:
+        """Threads that have begun since the fleet was made."""
         return [t.name for t in threading.enumerate() if t not in self._threads]
 
     def assert_idle(self) -> None:
