@@ -8,6 +8,7 @@ the work brings, can't flip a token, and an unequal text is always a wrong text.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +111,9 @@ class StoreView:
     milliseconds, to another server, waits for them here.
     """
 
-    def __init__(self, index_url: str) -> None:
+    def __init__(self, index_url: str, servers: Sequence[VllmServer] = ()) -> None:
+        """servers: whose troubles are told when a wait fails."""
+        self._servers = servers
         self.index = open_index(index_url)
         self.raw = redis.Redis.from_url(index_url)
 
@@ -130,7 +133,13 @@ class StoreView:
 
     def wait_for(self, session: str, blocks: int) -> None:
         """Until at least so many blocks of the session are committed."""
-        eventually(lambda: self.blocks(session) >= blocks, 20, f"{blocks} blocks of {session!r}")
+        try:
+            eventually(lambda: self.blocks(session) >= blocks, 20)
+        except AssertionError:
+            told = "\n".join(server.troubles() for server in self._servers)
+            raise AssertionError(
+                f"{self.blocks(session)} of {blocks} blocks of {session!r} are committed\n{told}"
+            ) from None
 
 
 class Reference:

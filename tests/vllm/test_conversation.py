@@ -58,9 +58,11 @@ def pair(reference: Reference) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         redis = stack.enter_context(Server(memory="1gb", tcp=True))
         transfer = transfer_config(redis.tcp_url)
-        servers = stack.enter_context(running(Spec("a", transfer), Spec("b", transfer)))
+        flags = ("--enable-scale-out",)  # the tokens-in entrance
+        specs = [Spec(name, transfer, blocks=2048, flags=flags) for name in "ab"]
+        servers = stack.enter_context(running(*specs))
         clients = [stack.enter_context(client_of(server)) for server in servers]
-        yield Pair(redis, servers, clients, StoreView(redis.tcp_url))
+        yield Pair(redis, servers, clients, StoreView(redis.tcp_url, servers))
 
 
 def test_a_conversation_alternates_between_two_servers(pair: Pair, reference: Reference) -> None:
@@ -101,9 +103,10 @@ def test_no_session_id_works_too(pair: Pair, reference: Reference) -> None:
 
 def test_prompt_logprobs_beside_a_stored_prefix(pair: Pair, reference: Reference) -> None:
     dialog = reference.dialog(4, turns=2)
-    follow(pair.clients[:1], dialog, "talk-4")
-    pair.reset_local()
+    follow(pair.clients[:1], dialog, "talk-4", pair.view)
     last = dialog.turns[-1]
+    pair.view.wait_for("talk-4", last.reply.prompt_tokens // TOKENS_PER_BLOCK)
+    pair.reset_local()
     asked = {"extra_body": {"prompt_logprobs": 1}}
     reply = chat(pair.clients[0], last.messages, "talk-4", **asked)
     assert (reply.text, reply.cached_tokens) == (last.reply.text, 0)
