@@ -25,6 +25,10 @@ from tests.vllm.servers import (
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(500)
+# What is tested is what happens, not how fast: the machine may be busy.
+PATIENT = {
+    "pd_wait_s": 10.0, "lookup_deadline_s": 10.0, "load_deadline_s": 20.0, "cost_model": False,
+}  # fmt: skip
 HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 
 
@@ -43,7 +47,11 @@ def rig(reference: Reference) -> Iterator[Rig]:
     with contextlib.ExitStack() as stack:
         redis = stack.enter_context(Server(memory="1gb", tcp=True))
         specs = [
-            Spec(role, transfer_config(redis.tcp_url, pd_role=role, pd_wait_s=10.0))
+            Spec(
+                role,
+                transfer_config(redis.tcp_url, pd_role=role, **PATIENT),
+                flags=("--enable-scale-out",),  # the tokens-in entrance
+            )
             for role in ("prefill", "decode")
         ]
         prefill, decode = stack.enter_context(running(*specs))
@@ -90,8 +98,9 @@ def test_conversation_streamed_through_the_proxy(rig: Rig, reference: Reference)
         )
         assert text == turn.reply.text and prompt == turn.reply.prompt_tokens
         # Decode computes no whole block of the prompt, prefill none of the turns before.
-        assert cached >= (prompt - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-        assert hits(rig.prefill) - before >= dialog.need(index)
+        whole = (prompt - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+        assert cached >= whole, rig.decode.troubles()
+        assert hits(rig.prefill) - before >= dialog.need(index), rig.prefill.troubles()
 
 
 def test_tokens_in_keeps_the_id(rig: Rig) -> None:
