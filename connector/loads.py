@@ -17,6 +17,8 @@ from connector.meta import BlockOutcome, JobKind, LoadMeta
 from connector.tracker import Promise, RequestTracker
 
 LEASE_MARGIN_S = 5.0
+RATE_BYTES_MIN = 4 << 20
+"""Smaller loads measure the round trip, not the bandwidth."""
 
 
 class LoadFlow:
@@ -216,7 +218,8 @@ class LoadFlow:
         context.stats.add(
             "tokens_loaded", job.ok * engine.tokens_per_block, by=tracker.hit_kind
         )
-        context.load_rate.add(job.bytes_moved, job.seconds)
+        if job.bytes_moved >= RATE_BYTES_MIN:
+            context.load_rate.add(job.bytes_moved, job.seconds)
         if tracker.loading == job.id:
             tracker.loading = None
         if job.ok < len(job.hashes):

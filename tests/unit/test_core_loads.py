@@ -8,6 +8,7 @@ from connector.ids import NodeId
 from connector.indexmsg import RunSlice
 from connector.lookup import ForgetOp, LookupOp, LookupOutcome
 from connector.meta import BlockOutcome
+from connector.planner import worth_loading
 from tests.unit.core_kit import INCARNATION, NODE, B, FakeRequest, Kit
 
 
@@ -287,3 +288,25 @@ def test_the_session_may_come_from_the_extra_arguments_or_a_hand_off() -> None:
     hand_off = {"session_kv": {"session": "h", "tip": "00", "namespace": ""}}
     kit.arrive(request(name="b"), session_id=None, kv_transfer_params=hand_off)
     assert kit.hit(0).session_id == "h"
+
+
+def test_a_load_that_would_clearly_take_longer_than_computing_is_left() -> None:
+    assert worth_loading(1 << 20, 64, None, 1.0)
+    assert worth_loading(1 << 20, 64, 1.0, None)
+    assert worth_loading(100_000_000, 1000, 1e9, 5000.0)  # 0.1 s against 0.2 s
+    assert worth_loading(150_000_000, 500, 1e9, 5000.0)  # 0.15 s against 0.1 s: not clearly
+    assert not worth_loading(1_000_000_000, 500, 1e9, 5000.0)  # 1 s against 0.1 s
+    assert worth_loading(10_000_000, 5, 1e9, 5000.0)  # 10 ms against 1 ms: noise
+
+
+def test_small_loads_say_nothing_of_the_bandwidth() -> None:
+    kit, r = Kit(), request()
+    kit.arrive(r)
+    kit.hit(5)
+    kit.allocate(r, 5, kit.match(r) or 0)
+    (load,), _ = kit.step()
+    kit.report(load)  # 100 bytes in 10 ms
+    slow = request(name="next")
+    kit.arrive(slow)
+    kit.hit(5)
+    assert kit.match(slow) == 20
