@@ -65,6 +65,7 @@ FIT_EVERY_CHECKS = 10
 TIP_POLL_S = 0.005
 DOWN_S = 0.25
 ROOM_TRIES = 4
+DYING_WAIT_S = 0.5
 CLOSE_CALLS_MAX = 4096
 
 
@@ -264,7 +265,8 @@ class IndexClient:
         waited_s = self._clock.now() - item.posted
         if waited_s >= op.deadline_s and not op.wait_tip:
             raise StoreUnavailable("the lookup waited too long")
-        if op.wait_tip and waited_s < op.deadline_s and self._tip_due(op):
+        tip = op.wait_tip
+        if tip and waited_s < op.deadline_s and self._index.awaited(op.namespace, tip):
             self._tips.append(item)
             return None
         identity = self._seen()
@@ -298,14 +300,8 @@ class IndexClient:
         self._delete(self._index.forget(op.namespace, [op.hashes[depth]], NO_NODE))
         return found._replace(acquired=cut(acquired, depth))
 
-    def _tip_due(self, op: LookupOp) -> bool:
-        """True while the tip is neither committed nor abandoned."""
-        return self._index.awaited(op.namespace, op.wait_tip)
-
     def _prepare(self, item: Pending, op: PrepareOp) -> PrepareReply | None:
-        nodes = placement.candidates(
-            op.session, op.hashes[0], self._nodes, self._config.placement
-        )
+        nodes = placement.candidates(op.session, op.hashes[0], self._nodes, self._config.placement)
         answer = self._index.prepare(
             PrepareRequest(
                 namespace=op.namespace,
@@ -323,6 +319,10 @@ class IndexClient:
             )
         )
         if isinstance(answer, Declined):
+            waited_s = self._clock.now() - item.posted
+            if answer.reason is DeclineReason.DYING and waited_s < DYING_WAIT_S:
+                self._tips.append(item)  # the janitor is deleting it
+                return None
             if answer.reason is DeclineReason.ROOM and item.tries < ROOM_TRIES:
                 again = item._replace(tries=item.tries + 1)
                 if self._delete(answer.victims, lambda: self._again(again)):
