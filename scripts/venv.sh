@@ -108,7 +108,7 @@ if [[ $kind == vllm ]]; then
     need_libibverbs
     install_project shim,cli,metrics,embedded,mooncake,test
 else
-    install_project shim,cli,metrics,embedded,grpc,test,lint
+    install_project shim,cli,plots,metrics,embedded,grpc,test,lint
 fi
 touch "$venv/STAMP"
 say "ready: $venv"

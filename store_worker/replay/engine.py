@@ -271,6 +271,7 @@ class Replay:
             blocks_asked=self.asked,
             blocks_hit_usable=self.hit,
             usable_hit_rate=self.hit / self.asked if self.asked else 0.0,
+            reusable_share=1 - len(self.parents) / self.asked if self.asked else 0.0,
             blocks_behind_hole=self.holes,
             blocks_written=self.written,
             blocks_declined=self.declined,

@@ -49,10 +49,11 @@ class Lookups(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One run's numbers. Blocks are whole prompt blocks.
 
-    blocks_behind_hole: the most found in walks over what the nodes held. blocks_declined: those the
-    policy, or want of room, did not let in. evicted: blocks that gave room; blocks freed by the end
-    of a session are closed_blocks. stored_skew, read_skew: largest node over the mean, of blocks
-    held (mean over the run) and of blocks read. seconds: that the run took.
+    reusable_share: the hit rate of a store without a limit. blocks_behind_hole: the most found in
+    walks over what the nodes held. blocks_declined: those that the policy, or want of room, did not
+    let in. evicted: blocks that gave room; blocks freed by the end of a session are closed_blocks.
+    stored_skew, read_skew: largest node over the mean, of blocks held (mean over the run) and of
+    blocks read. seconds: that the run took.
     """
 
     setup: Setup
@@ -61,6 +62,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     blocks_asked: int
     blocks_hit_usable: int
     usable_hit_rate: float
+    reusable_share: float
     blocks_behind_hole: int
     blocks_written: int
     blocks_declined: int
