@@ -119,21 +119,17 @@ def unreachable(error: Exception) -> Finding:
 
 
 def ask(url: str, role: Role, config: Config, clock: Clock | None = None) -> Facts:
-    """The facts of a Redis or Valkey server. Raises OSError if it can't be asked."""
+    """The facts of a Redis or Valkey server, or of the master that Sentinels name. Raises OSError
+    if it can't be asked."""
     import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
 
     from connector.clock import SystemClock
     from store_worker.cli.checks import Facts
+    from store_worker.index import options_of
+    from store_worker.index.redis import connect
 
     clock = clock or SystemClock()
-    client = redis.Redis.from_url(
-        url,
-        socket_connect_timeout=config.connect_timeout_s,
-        socket_timeout=config.index_timeout_s,
-        retry=Retry(NoBackoff(), 0),
-    )
+    client = connect(url, options_of(config))
     try:
         with client:
             latency_ms = measure(client, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import redis
 
 from store_worker import embedded
 from store_worker.cli.main import main
-from tests.servers import Server, free_port
+from tests.servers import Server, free_port, server_binary
+from tests.waiting import eventually
 
 
 def doctor(capsys: pytest.CaptureFixture[str], store: object) -> tuple[int, dict[str, dict]]:
@@ -156,3 +158,27 @@ def test_the_probe_leaves_nothing(clean_redis: Server, capsys: pytest.CaptureFix
     with redis.Redis.from_url(clean_redis.url) as client:
         left = [key for key in client.scan_iter() if b"doctor" in key or b"probe" in key]
     assert not left
+
+
+def test_an_index_behind_sentinel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with Server(tcp=True) as master:
+        config = tmp_path / "sentinel.conf"
+        config.write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\n"
+            f"sentinel monitor skv 127.0.0.1 {master.port} 1\n"
+        )
+        watcher = subprocess.Popen(
+            [server_binary(), str(config), "--sentinel"], stdout=subprocess.DEVNULL
+        )
+        store = {"index": f"redis+sentinel://127.0.0.1:{port}/skv", "data": master.tcp_url}
+        try:
+            eventually(lambda: doctor(capsys, store)[0] == 0, 30, "the master to be found")
+            code, rows = doctor(capsys, store)
+            assert code == 0 and rows["index:index scripts"]["status"] == "PASS"
+            other = {**store, "index": f"redis+sentinel://127.0.0.1:{port}/other"}
+            code, rows = doctor(capsys, other)
+            assert code == 1 and rows["index:reachable"]["status"] == "FAIL"
+        finally:
+            watcher.kill()
+            watcher.wait()
