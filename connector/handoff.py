@@ -35,10 +35,15 @@ def hand_off_of(params: Mapping[str, object] | None) -> Mapping[str, object] | N
     return found if isinstance(found, Mapping) else None
 
 
+def is_probe(hand_off: Mapping[str, object] | None) -> bool:
+    """A proxy asks for the namespace of an engine: any reply with a hand-off will do."""
+    return hand_off is not None and hand_off.get("probe") is True
+
+
 def hand_off_tip(hand_off: Mapping[str, object] | None, namespace: Namespace) -> BlockHash | None:
     """The tip to wait for; NO_HASH if there is none; None if it is not for this namespace or makes
     no sense (to be counted: the request is then served as any other)."""
-    if hand_off is None:
+    if hand_off is None or is_probe(hand_off):
         return NO_HASH
     tip, theirs = hand_off.get("tip"), hand_off.get("namespace")
     if not isinstance(tip, str) or theirs != namespace.hex():

@@ -16,7 +16,7 @@ from connector.clock import Clock
 from connector.config import Config
 from connector.context import Context
 from connector.errors import HintError, SessionIdError
-from connector.handoff import hand_off_of, hand_off_tip, make_hand_off
+from connector.handoff import hand_off_of, hand_off_tip, is_probe, make_hand_off
 from connector.hints import FIELD as HINTS
 from connector.hints import parse_hints
 from connector.ids import NO_HASH, BlockId, Namespace, RequestId
@@ -147,6 +147,7 @@ class ConnectorScheduler:
             cache_salt=said.cache_salt,
             wait_tip=tip or NO_HASH,
             must_save=self._context.config.pd_role == "prefill",
+            tells_namespace=is_probe(hand_off_of(params)),
         )
 
     def _take_hints(self, said: Said, tracker: RequestTracker) -> None:
@@ -217,7 +218,7 @@ class ConnectorScheduler:
         return self._hand_off(tracker)
 
     def _hand_off(self, tracker: RequestTracker) -> dict[str, object] | None:
-        if not tracker.identity.must_save:
+        if not (tracker.identity.must_save or tracker.identity.tells_namespace):
             return None
         tokens_per_block = self._context.engine.tokens_per_block
         depth = tracker.request.num_prompt_tokens // tokens_per_block

@@ -54,6 +54,7 @@ class Identity:
     cache_salt: str | None = None
     wait_tip: BlockHash = NO_HASH
     must_save: bool = False
+    tells_namespace: bool = False
 
 
 class Promise(NamedTuple):

@@ -159,6 +159,17 @@ def codec_of(ticket: Ticket, context: JobContext) -> Codec:
     return Codec(ticket.meta.namespace, context.rank, context.payload_bytes)
 
 
+def lives(node: DataNode, piece: Slice, end: float) -> bool:
+    """Is the node in the life in which the slice's blocks were listed or promised?
+
+    What the connection knows may be older: before a "no" it is made anew. Raises StoreError.
+    """
+    if not piece.incarnation or node.ready(end) == piece.incarnation:
+        return True
+    node.close()
+    return node.ready(end) == piece.incarnation
+
+
 def key_of(ticket: Ticket, codec: Codec, hash: BlockHash) -> bytes:
     """The key of a block's object on this rank."""
     return object_key(ticket.meta.store, codec.namespace, hash, codec.rank)

@@ -17,6 +17,7 @@ from store_worker.job import (
     Ticket,
     codec_of,
     key_of,
+    lives,
     node_verdict,
     run_job,
 )
@@ -29,8 +30,7 @@ def run_load(ticket: Ticket, context: JobContext) -> JobResult:
 
 
 def _load_slice(piece: Slice, ticket: Ticket, context: JobContext, outcomes: Outcomes) -> None:
-    now_is = context.node(piece.node).ready(ticket.end)
-    if piece.incarnation and piece.incarnation != now_is:
+    if not lives(context.node(piece.node), piece, ticket.end):
         # The node has lost what was listed there.
         outcomes.fill(piece, BlockOutcome.MISSING)
         return

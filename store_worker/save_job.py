@@ -14,6 +14,7 @@ from store_worker.job import (
     Ticket,
     codec_of,
     key_of,
+    lives,
     node_verdict,
     run_job,
 )
@@ -25,8 +26,7 @@ def run_save(ticket: Ticket, context: JobContext) -> JobResult:
 
 
 def _save_slice(piece: Slice, ticket: Ticket, context: JobContext, outcomes: Outcomes) -> None:
-    now_is = context.node(piece.node).ready(ticket.end)
-    if piece.incarnation and piece.incarnation != now_is:
+    if not lives(context.node(piece.node), piece, ticket.end):
         # The room was granted in another life of the node: what we wrote could not be committed.
         raise StoreUnavailable(f"node {piece.node} has been restarted since the save was planned")
     codec = codec_of(ticket, context)

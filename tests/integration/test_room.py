@@ -137,3 +137,26 @@ def clean_but_for(fleet: Fleet, lost: str) -> bool:
 def down(fleet: Fleet) -> set[str]:
     """Nodes that the index knows to be away."""
     return {state.node for state in fleet.index().nodes() if not state.up}
+
+
+def test_a_node_that_is_emptied_by_hand_is_used_again(index: Server) -> None:
+    with Server(tcp=True) as data:
+        store = {"index": index.url, "data": [data.tcp_url]}
+        with Fleet(store) as fleet:
+            shim, reader = fleet.engine(), fleet.engine()
+            Talk(fleet, "before", 40).turn(shim)
+            (old,) = fleet.index().nodes()
+            with data.client() as client:
+                client.flushall()
+            eventually(lambda: fleet.index().nodes()[0].incarnation != old.incarnation, 10.0)
+            eventually(lambda: saves_again(fleet), 30.0, "saves to work again")
+            talk = Talk(fleet, "after", 40)
+            talk.turn(shim)
+            assert talk.turn(reader).loaded > 0
+
+
+def saves_again(fleet: Fleet) -> bool:
+    shim = fleet.engines[0]
+    before = shim.counters().get("tokens_saved", 0)
+    Talk(fleet, f"try-{before}-{len(shim.answers)}", 40).turn(shim)
+    return shim.counters().get("tokens_saved", 0) > before

@@ -393,3 +393,15 @@ def test_a_decode_engine_waits_for_the_tip_of_its_own_namespace_only() -> None:
     kit.arrive(request(name="b"), kv_transfer_params=other)
     assert kit.index.take(LookupOp).wait_tip == b""
     assert kit.core.take_stats()["hand_offs_refused"] == 1
+
+
+def test_any_engine_tells_its_namespace_to_a_proxy_that_asks() -> None:
+    kit, r = Kit(pd_role="decode"), request(3)
+    kit.arrive(r, kv_transfer_params={"session_kv": {"probe": True}})
+    assert kit.index.take(LookupOp).wait_tip == b""
+    params = kit.finish(r, 2)
+    assert params is not None
+    told = params["session_kv"]
+    assert isinstance(told, dict)
+    assert (told["namespace"], told["num_tokens"]) == (kit.core.namespace.hex(), 0)
+    assert "hand_offs_refused" not in kit.core.take_stats()
