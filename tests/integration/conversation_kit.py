@@ -8,6 +8,7 @@ KV. When a fleet is left, every engine must be idle with nothing held, and the i
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import uuid
@@ -42,7 +43,7 @@ from store_worker.index import SessionIndex, open_index
 from store_worker.index.locked import locked
 from store_worker.keys import parse_object_key
 from store_worker.paged.layout import paged_cache
-from store_worker.worker import StoreWorker, system_ports
+from store_worker.worker import StoreWorker, WorkerPorts, system_ports
 from tests.shim_kit import PatternRunner, expected_tokens
 from tests.waiting import eventually
 
@@ -53,7 +54,8 @@ MODEL_BLOCK, PATTERN_BLOCK = 16, 4
 # Two ways to the same KV differ by rounding; another KV differs by far more.
 LOGPROB_TOLERANCE = 1e-4
 STEPS_PER_LOOK = 200
-DEADLINE_S = 60.0
+DEADLINE_S = float(os.environ.get("SKV_TEST_DEADLINE_S", "60"))
+"""Shorter where a hang is expected: with a mutated connector."""
 # A loaded machine must not look like a store that is away.
 PATIENT: dict[str, Any] = {
     "lookup_deadline_s": 20.0,
@@ -371,10 +373,14 @@ class Fleet:
         return EngineConfig(**{**base, **self._engine, **changes})
 
     def engine(
-        self, engine: Mapping[str, Any] | None = None, wrap: Wrap | None = None, **extra: Any
+        self,
+        engine: Mapping[str, Any] | None = None,
+        wrap: Wrap | None = None,
+        around: Callable[[StoreWorker], Any] | None = None,
+        **extra: Any,
     ) -> Shim:
         """One more engine. wrap: put around each connection to a data node that its load and save
-        threads make."""
+        threads make. around: put around each rank's worker."""
         flag = {
             "kv_connector": "SessionKVConnector",
             "kv_role": "kv_both",
@@ -382,7 +388,7 @@ class Fleet:
         }
         config = self.engine_config(kv_transfer_config=flag, **(engine or {}))
         parsed = parse_flag(flag)
-        opened = open_worker_side if wrap is None else _opener(wrap)
+        opened = _opener(wrap, around)
         workers = tuple(WorkerHalf(parsed, config, r, opened) for r in range(config.tp_size))
         half: Any = Recorder(SchedulerHalf(parsed, config))
         shim = Shim(config, self.pattern, port.Connector(half, workers))
@@ -496,19 +502,28 @@ class Fleet:
         assert self.index().check_integrity() == []
 
 
-def _opener(wrap: Wrap) -> Callable[..., StoreWorker]:
+def _opener(
+    wrap: Wrap | None, around: Callable[[StoreWorker], Any] | None
+) -> Callable[..., StoreWorker]:
     def opened(config: Config, rank: int, regions: Any, blocks: int, clock: Clock) -> StoreWorker:
-        urls = {node_id(url): url for url in config.resolved_store().data}
-        ports = system_ports(config, clock, urls)
-        plain = ports.open_node
-
-        def open_node(name: NodeId) -> DataNode:
-            return wrap(plain(name))
-
-        ports = ports._replace(open_node=open_node)
-        return StoreWorker.with_ports(config, rank, paged_cache(regions, blocks), ports)
+        if wrap is None:
+            worker = open_worker_side(config, rank, regions, blocks, clock)
+        else:
+            ports = _wrapped(wrap, config, clock)
+            worker = StoreWorker.with_ports(config, rank, paged_cache(regions, blocks), ports)
+        return worker if around is None else around(worker)
 
     return opened
+
+
+def _wrapped(wrap: Wrap, config: Config, clock: Clock) -> WorkerPorts:
+    urls = {node_id(url): url for url in config.resolved_store().data}
+    ports = system_ports(config, clock, urls)
+
+    def open_node(name: NodeId) -> DataNode:
+        return wrap(ports.open_node(name))
+
+    return ports._replace(open_node=open_node)
 
 
 class Talk:
