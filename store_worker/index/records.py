@@ -14,7 +14,7 @@ from math import inf, nextafter
 from typing import Any, NamedTuple
 
 from connector.indexmsg import Committed
-from store_worker.index.limits import LEVEL_NORMAL, LOG_MAX
+from store_worker.index.limits import LEVEL_NORMAL, LOG_MAX, TIMES_SHARED
 from store_worker.policy import LRU_TABLE, Ended, ScoreTable, Turn
 
 BlockKey = tuple[bytes, bytes]
@@ -163,6 +163,19 @@ class Run:
     def hash_at(self, depth: int) -> bytes:
         """Of the block that ends at `depth`."""
         return self.hashes[depth - self.start - 1]
+
+    def leaf_class(self, s: State) -> int:
+        """Class of its last block. At the end of a shared part: the highest times used, whatever
+        the last of the many that came this way was."""
+        shared = max(self.shared, default=0)
+        return self.marks[-1].cls if self.stop > shared else s.table.class_of(TIMES_SHARED, 0)
+
+    def first_cut(self, s: State, stop: int) -> Mark | None:
+        """The use that passes up if the blocks beyond `stop` go; inside a shared part, as one of
+        its class."""
+        cut = next((m for m in self.marks if m.depth > stop), None)
+        inside = cut is not None and stop < max(self.shared, default=0)
+        return cut._replace(cls=s.table.class_of(TIMES_SHARED, 0)) if cut and inside else cut
 
     def top_child(self) -> int:
         """The deepest depth that something hangs from; `start` if nothing does."""

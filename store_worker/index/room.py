@@ -165,8 +165,10 @@ def evict(op: Op, node: Node, bytes_: int, own: float | None, keep: tuple[int, i
 
 
 def evict_floor(op: Op, run: Run) -> int:
-    """How far the run may be trimmed in one go: to a child, a lease, or a later use."""
-    floor = max(run.start, run.top_child(), tree.leased_to(op, run))
+    """How far the run may be trimmed in one go: to a child, a lease, a later use, or the end of a
+    shared part."""
+    shared = max((d for d in run.shared if d < run.stop), default=0)
+    floor = max(run.start, run.top_child(), tree.leased_to(op, run), shared)
     if run.free:
         floor = max(floor, run.top_holder())
     if len(run.marks) > 1:

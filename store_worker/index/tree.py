@@ -181,7 +181,7 @@ def _belongs(op: Op, run: Run) -> tuple[ListKey | None, float, int]:
     if run.free:
         return (L.LEVEL_FREE, 0), mark.at_ms, 0
     level, timer = _level(op, run)
-    return (level, 0 if level == L.LEVEL_PINNED else mark.cls), mark.at_ms, timer
+    return (level, 0 if level == L.LEVEL_PINNED else run.leaf_class(op.s)), mark.at_ms, timer
 
 
 def _level(op: Op, run: Run) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def unpromised(op: Op, run: Run, blocks: int) -> int:
 def trim(op: Op, run: Run, stop: int) -> None:
     """Take the blocks (stop, run.stop] out of the index, the deepest first, and name victims for
     their objects. The caller has made sure that nothing needs them. An empty run goes too."""
-    s, cut = op.s, next((m for m in run.marks if m.depth > stop), None)
+    s, cut = op.s, run.first_cut(op.s, stop)
     home = current(op, run.node, run.epoch)
     copies = [(c, node) for c in run.copies if (node := current(op, c.node, c.epoch))]
     entries = s.entries[run.ns]

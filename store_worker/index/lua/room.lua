@@ -227,6 +227,9 @@ local function evict_floor(r)
   if r.free then low = max(low, top_holder(r)) end
   local marks = marks_of(r)
   if #marks > 1 then low = max(low, marks[#marks - 1][1]) end
+  for _, d in ipairs(shared_of(r)) do
+    if d < r.stop then low = max(low, d) end
+  end
   return low
 end
 

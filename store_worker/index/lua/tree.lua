@@ -125,6 +125,28 @@ local function level_of(r)
   return level == 0 and C_LEVEL_NORMAL or level, timer
 end
 
+local function class_of(times, tokens)
+  local text = call('HMGET', K .. 'tb', 'times', 'tokens')
+  if not text[1] then text = {C_TIMES, C_TOKENS} end
+  local parts = {}
+  for i, value in ipairs({times, tokens}) do
+    local k, n = 0, 0
+    for edge in string.gmatch(text[i], '%d+') do
+      n = n + 1
+      if tonumber(edge) <= value then k = n end
+    end
+    parts[i], parts[i + 2] = max(0, k - 1), n
+  end
+  return parts[1] * parts[4] + parts[2]
+end
+
+-- depth of the deepest shared part that ends in the run (0: none)
+local function shared_depth(r)
+  local depth = 0
+  for _, d in ipairs(shared_of(r)) do depth = max(depth, d) end
+  return depth
+end
+
 -- list where the run belongs (nil: none), its score there, when to look again
 local function belongs(r)
   if top_child(r) >= r.stop then return nil, 0, 0 end
@@ -138,7 +160,9 @@ local function belongs(r)
   if r.free and top_holder(r) >= r.stop then r.free, r.dirty = false, true end
   if r.free then return C_LEVEL_FREE .. ':0', mark[2], 0 end
   local level, timer = level_of(r)
-  local cls = level == C_LEVEL_PINNED and 0 or mark[3]
+  local cls = mark[3]
+  if r.stop <= shared_depth(r) then cls = class_of(C_TIMES_SHARED, 0) end
+  if level == C_LEVEL_PINNED then cls = 0 end
   return level .. ':' .. fmt('%d', cls), mark[2], timer
 end
 
@@ -274,6 +298,7 @@ local function trim(r, stop)
   for _, m in ipairs(marks_of(r)) do
     if m[1] > stop then cut = m break end
   end
+  if cut and stop < shared_depth(r) then cut = {cut[1], cut[2], class_of(C_TIMES_SHARED, 0)} end
   local home = current(r.node, r.epoch)
   local copies = {}
   for _, c in ipairs(copies_of(r)) do
