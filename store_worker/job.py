@@ -164,7 +164,8 @@ def lives(node: DataNode, piece: Slice, end: float) -> bool:
 
     What the connection knows may be older: before a "no" it is made anew. Raises StoreError.
     """
-    if not piece.incarnation or node.ready(end) == piece.incarnation:
+    now_is = node.ready(end)
+    if not piece.incarnation or now_is == piece.incarnation:
         return True
     node.close()
     return node.ready(end) == piece.incarnation
