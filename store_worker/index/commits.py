@@ -151,6 +151,7 @@ def _attach(
         run = above
         if depth < above.stop:
             run, _ = tree.split(op, above, depth)
+            _note_shared(run, depth, 1)
     else:
         s.last_run += 1
         run = Run(s.last_run, grant.ns, parent, depth, depth, grant.node, grant.epoch,
@@ -159,7 +160,7 @@ def _attach(
         s.place(node.idx, node.epoch).runs.add(run.id, 0)
         if above is not None:
             above.children.add(run.id, depth)
-            _note_shared(above, depth)
+            _note_shared(above, depth, int(depth < above.stop))
     for block in hashes:
         run.stop += 1
         entries[block] = (run.id, run.stop)
@@ -185,8 +186,9 @@ def _may_grow(run: Run, depth: int, grant: Grant, blocks: int) -> bool:
     return sessions.held_at(run, grant.session) == run.stop
 
 
-def _note_shared(run: Run, depth: int) -> None:
-    children = run.children.count(depth, depth) + (depth < run.stop)
+def _note_shared(run: Run, depth: int, inside: int) -> None:
+    """inside: 1 if the run itself goes on below the depth, or is about to."""
+    children = run.children.count(depth, depth) + inside
     if children >= L.SHARED_CHILDREN and depth not in run.shared:
         run.shared.append(depth)
 

@@ -68,8 +68,8 @@ local function may_grow(r, depth, g, blocks)
   return held_at(r, g.session) == r.stop
 end
 
-local function note_shared(r, depth)
-  local children = call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) + (depth < r.stop and 1 or 0)
+local function note_shared(r, depth, inside)
+  local children = call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) + inside
   local shared = shared_of(r)
   if children >= C_SHARED_CHILDREN then
     for _, d in ipairs(shared) do if d == depth then return end end
@@ -84,7 +84,10 @@ local function attach(g, node, parent, first, last)
   depth = depth or 0
   local r = above
   if above and may_grow(above, depth, g, last - first + 1) then
-    if depth < above.stop then r = split(above, depth) end
+    if depth < above.stop then
+      r = split(above, depth)
+      note_shared(r, depth, 1)
+    end
   else
     M.run = M.run + 1
     r = {id = id12(M.run), ns = g.ns, parent = parent, start = depth, stop = depth,
@@ -94,7 +97,7 @@ local function attach(g, node, parent, first, last)
     call('ZADD', K .. 'pr:' .. node.place, 0, r.id)
     if above then
       add_child(above, r.id, depth)
-      note_shared(above, depth)
+      note_shared(above, depth, depth < above.stop and 1 or 0)
     end
   end
   hashes_of(r)
