@@ -80,11 +80,19 @@ class SessionIndex(Protocol):
         """Room for one save; names victims if some must go first."""
 
     def commit(self, request: CommitRequest, now_ms: int = 0) -> Committed:
-        """Make saved blocks visible, move the session's hold, record boundaries. Idempotent."""
+        """Make saved blocks visible, move the session's hold, record boundaries. Idempotent.
+        `losers` are victims like any others."""
 
     def copied(self, steps: Sequence[CopyStep], now_ms: int = 0) -> tuple[Victim, ...]:
         """These copies are made, in the order in which they were asked for. Returns copies that
         are of no use any more. Steps that failed are not reported: their room comes back."""
+
+    def moves(
+        self, node: NodeId, now_ms: int = 0
+    ) -> tuple[tuple[CopyStep, ...], tuple[Victim, ...]]:
+        """What to copy away from a draining node, a few blocks at a time: report `copied`. A run
+        whose blocks are all copied lies on the other node from then on. Empty steps: nothing can
+        be moved now (all is under way, nowhere is room yet, or the node is empty)."""
 
     def abort(self, grant: GrantId, now_ms: int = 0) -> tuple[Victim, ...]:
         """Give a grant back; what it may have written dies. Unknown grants are ignored."""
@@ -114,7 +122,7 @@ class SessionIndex(Protocol):
     ) -> tuple[Victim, ...]:
         """Data was lost on `node` (empty: on whichever a block lies). Those blocks can't be
         acquired any more, nor can what lies behind them, until they are saved again; after a
-        minute they are swept from the leaves. At most 128 hashes in 8 runs; more is left for the
+        minute they are swept from the leaves. At most 128 hashes in 4 runs; more is left for the
         next load to find. Returns what must be deleted."""
 
     def awaited(self, namespace: Namespace, tip: BlockHash, now_ms: int = 0) -> bool:

@@ -81,7 +81,8 @@ def _touch(op: Op, request: CommitRequest, options: IndexOptions) -> Committed:
         sessions.open_session(op, request.session, request.generation, options.tenant)
     arrival = _Arrival(request.namespace, request.session, request.generation, path,
                        request.turn_end, None, request.beyond)  # fmt: skip
-    return Committed(CommitOutcome.OK, copy=arrive(op, arrival, options))
+    copy = arrive(op, arrival, options)
+    return Committed(CommitOutcome.OK, (), tuple(op.victims), copy)
 
 
 def list_blocks(
@@ -222,4 +223,4 @@ def arrive(op: Op, arrival: _Arrival, options: IndexOptions) -> tuple[CopyStep, 
     tree.settle(op, run)
     if record is not None and record.pin_until_ms > op.now:
         sessions.repin(op, session, record, options.pinned_bytes_max)
-    return copies.plan(op, path, private[1], options)
+    return copies.plan(op, path, private[1])

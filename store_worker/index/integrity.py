@@ -99,10 +99,10 @@ def _lists(s: State) -> Iterator[str]:
         named = (run.node, run.epoch), run.where
         if len(inside) != leaf or (leaf and inside[0][0] != named):
             yield f"I9b: run {run.id} (leaf: {leaf}) is in {inside}, names {named}"
+        elif leaf and run.where and run.where[0] >= 0 and inside[0][1] != run.marks[-1].at_ms:
+            yield f"run {run.id} is at {inside[0][1]} in its list, used {run.marks[-1]}"
         if leaf and (not run.marks or run.marks[-1].depth != run.stop):
             yield f"run {run.id}: the leaf at {run.stop} has no use: {run.marks}"
-        if leaf and run.where and run.where[0] >= 0 and inside[0][1] != run.marks[-1].at_ms:
-            yield f"run {run.id} is at {inside[0][1]} in its list, used {run.marks[-1]}"
         if run.id not in s.place(run.node, run.epoch).runs:
             yield f"run {run.id} is not among the runs of its place"
     if lists:

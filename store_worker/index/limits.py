@@ -53,7 +53,8 @@ SWEEP_STEPS = 16
 DEAD_PER_CALL = 8
 FORGET_RUNS_MAX = 4
 
-COPY_BLOCKS_PER_COMMIT = 16
+COPY_BLOCKS_PER_CALL = 16
+MOVE_RUNS_PER_CALL = 8
 COPY_ROOM_MS = 60_000
 COPY_PERCENT = 5
 """Of a node's capacity that copies of shared parts may take."""

@@ -143,6 +143,14 @@ class MemoryIndex:
         copies.copied(op, steps)
         return tuple(op.victims)
 
+    def moves(
+        self, node: NodeId, now_ms: int = 0
+    ) -> tuple[tuple[CopyStep, ...], tuple[Victim, ...]]:
+        """See SessionIndex."""
+        op = self._op(now_ms)
+        steps = copies.moves(op, node)
+        return steps, tuple(op.victims)
+
     def abort(self, grant: GrantId, now_ms: int = 0) -> tuple[Victim, ...]:
         """See SessionIndex."""
         op = self._op(now_ms)

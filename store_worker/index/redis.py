@@ -182,7 +182,7 @@ class RedisIndex:
         args: list[Arg] = [
             request.namespace, request.session, request.generation, request.grant, request.saved,
             request.parent, request.beyond, options.engine, options.tenant,
-            repr(options.high_water), options.pinned_bytes_max,
+            options.pinned_bytes_max,
         ]  # fmt: skip
         if turn is None:
             args += [0, 0]
@@ -196,6 +196,12 @@ class RedisIndex:
         """See SessionIndex."""
         args = [arg for s in steps for arg in (s.namespace, s.hash, s.node)]
         return replies.victims(self._call("copied", now_ms, *args)) if args else ()
+
+    def moves(
+        self, node: NodeId, now_ms: int = 0
+    ) -> tuple[tuple[CopyStep, ...], tuple[Victim, ...]]:
+        """See SessionIndex."""
+        return replies.moves(self._call("moves", now_ms, node))
 
     def abort(self, grant: GrantId, now_ms: int = 0) -> tuple[Victim, ...]:
         """See SessionIndex."""

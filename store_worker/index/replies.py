@@ -80,17 +80,28 @@ def prepared(got: Reply) -> Granted | Declined:
     )  # fmt: skip
 
 
+def _steps(got: Reply) -> tuple[CopyStep, ...]:
+    """Five values each."""
+    return tuple(
+        CopyStep(Namespace(got[i]), BlockHash(got[i + 1]), _node(got[i + 2]), _node(got[i + 3]),
+                 int(got[i + 4]))
+        for i in range(0, len(got), 5)
+    )  # fmt: skip
+
+
 def committed(got: Reply) -> Committed:
     """outcome, how many were there, which; how many copies, five values each; victims."""
     already = tuple(int(i) for i in got[2 : 2 + int(got[1])])
-    at = 2 + len(already)
-    end = at + 1 + 5 * int(got[at])
-    copy = tuple(
-        CopyStep(Namespace(got[i]), BlockHash(got[i + 1]), _node(got[i + 2]), _node(got[i + 3]),
-                 int(got[i + 4]))
-        for i in range(at + 1, end, 5)
-    )  # fmt: skip
-    return Committed(CommitOutcome(got[0].decode()), already, victims(got[end:]), copy)
+    at = 3 + len(already)
+    end = at + 5 * int(got[at - 1])
+    outcome = CommitOutcome(got[0].decode())
+    return Committed(outcome, already, victims(got[end:]), _steps(got[at:end]))
+
+
+def moves(got: Reply) -> tuple[tuple[CopyStep, ...], tuple[Victim, ...]]:
+    """how many steps, five values each; victims."""
+    end = 1 + 5 * int(got[0])
+    return _steps(got[1:end]), victims(got[end:])
 
 
 def nodes(got: Sequence[Reply]) -> tuple[NodeState, ...]:

@@ -16,22 +16,25 @@ from store_worker.index import limits
 from store_worker.index.records import BUSY
 from store_worker.policy import LRU_TABLE
 
-_CORE = ("core", "tree", "room", "sessions")
+_TREE = ("core", "tree")
+_ROOM = (*_TREE, "room")
+_ALL = (*_ROOM, "sessions", "conversations")
 _NEEDS: dict[str, tuple[str, ...]] = {
     "identity": (),
     "recall": (),
     "probe": (),
-    "acquire": _CORE,
-    "prepare": _CORE,
-    "commit": (*_CORE, "arrive"),
-    "copied": _CORE,
-    "abort": _CORE,
+    "acquire": (*_TREE, "sessions"),
+    "prepare": _ALL,
+    "commit": (*_ALL, "copies", "arrive"),
+    "copied": _ROOM,
+    "moves": (*_ROOM, "copies"),
+    "abort": _ROOM,
     "freed": ("core",),
-    "dying": _CORE,
-    "close": _CORE,
-    "forget": _CORE,
-    "retain": _CORE,
-    "pin": _CORE,
+    "dying": (*_ROOM, "sessions"),
+    "close": _ALL,
+    "forget": _ROOM,
+    "retain": (*_TREE, "sessions"),
+    "pin": (*_TREE, "sessions"),
     "awaited": ("core",),
     "abandon": ("core",),
     "register": ("core",),

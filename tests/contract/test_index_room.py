@@ -247,6 +247,45 @@ def test_a_draining_node_takes_no_new_blocks(drive: Drive) -> None:
     assert d.save(chain("x", 2), nodes=(A,)).node == A
 
 
+def test_a_draining_node_is_emptied_by_moving_its_runs(drive: Drive) -> None:
+    d = drive(nodes=(A, B), blocks=200)
+    c, other = chain("c", 40), chain("o", 10)
+    d.save(c, session=S, nodes=(A,))
+    d.save(chain("b", 6, c[:20]), 20, T, nodes=(B,))
+    d.save(other, nodes=(A,))
+    d.index.register_node(C, INC, 200 * BLOCK, d.now)
+    assert d.index.moves(A, d.now) == ((), ()), "it is not leaving"
+    d.index.drain(A)
+    for _ in range(20):
+        steps, victims = d.at(1).index.moves(A, d.now)
+        assert {(s.source, s.node) for s in steps} <= {(A, B), (A, C)}
+        d.index.freed([*victims, *d.index.copied(steps, d.now)], d.now)
+        d.sound()
+        if not steps:
+            break
+    state = d.index.nodes()
+    assert (state[0].blocks, used(d, A)) == (0, 0)
+    assert state[1].blocks + state[2].blocks == 56
+    assert d.depth(c) == 40 and d.depth(other) == 10 and d.depth(chain("b", 6, c[:20])) == 26
+    assert d.index.close(S, d.now).blocks == 20
+    d.sound()
+
+
+def test_a_shared_part_finds_room_on_a_full_node(drive: Drive) -> None:
+    d = drive(nodes=(A, B), blocks=120, high_water=1.0)
+    d.save(chain("full", 120), nodes=(B,))
+    stem = chain("stem", 5)
+    assert share(d, stem) == [], "no room yet"
+    for i in range(2):
+        victims = d.index.dying(B, d.at(6).now)
+        d.index.freed(victims, d.now)
+        steps = d.touch(chain("1", 3, stem), key("s1")).copy
+        d.index.copied(steps, d.now)
+        assert i or steps, "now there is"
+    assert d.index.nodes()[1].copies == 5 * BLOCK
+    d.sound()
+
+
 def share(d: Driver, stem: tuple, count: int = 8) -> list:
     """Conversations on one stem; the copies asked for by the last commit."""
     copies: list = []

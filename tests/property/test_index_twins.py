@@ -272,6 +272,15 @@ class Twins(RuleBasedStateMachine):
         self.victims += self.both("copied", tuple(self.copies), self.now)
         self.copies = []
 
+    @rule(node=st.sampled_from(NODES), then=st.booleans())
+    def move_away(self, node: NodeId, then: bool) -> None:
+        """Copy a few blocks of a draining node, and report it at once or later."""
+        steps, victims = self.both("moves", node, self.now)
+        self.victims += victims
+        self.copies += steps
+        if then:
+            self.copied()
+
     @rule(node=st.sampled_from(NODES))
     def dying(self, node: NodeId) -> None:
         self.victims += self.both("dying", node, self.now)

@@ -1,18 +1,18 @@
 -- ARGV: now, namespace, session, generation, grant (0: touch), saved, parent, beyond, engine,
---   tenant, high water, pinned bytes max, turn (0/1), new tokens, depth, hash, ... (boundaries)
+--   tenant, pinned bytes max, turn (0/1), new tokens, depth, hash, ... (boundaries)
 -- -> outcome, number of already, ..., number of copies, five values each, then victims
 begin()
 local turn
-if ARGV[13] == '1' then
-  turn = {tokens = tonumber(ARGV[14])}
-  for i = 15, #ARGV, 2 do
+if ARGV[12] == '1' then
+  turn = {tokens = tonumber(ARGV[13])}
+  for i = 14, #ARGV, 2 do
     turn[#turn + 1] = tonumber(ARGV[i])
     turn[#turn + 1] = ARGV[i + 1]
   end
 end
 local A = {
   ns = ARGV[2], session = ARGV[3], gen = tonumber(ARGV[4]), turn = turn, engine = ARGV[9],
-  tenant = ARGV[10], high = tonumber(ARGV[11]), pinned_max = tonumber(ARGV[12])
+  tenant = ARGV[10], pinned_max = tonumber(ARGV[11])
 }
 
 local function reply_of(outcome, already, copies)

@@ -13,12 +13,15 @@ local function each(name, key, list)
   for i = 1, n, 1000 do call(name, key, unpack(list, i, min(i + 999, n))) end
 end
 
-local M = {}
+local M, WAS = {}, {}
 local META = {'clock', 'gen', 'floor', 'seq', 'run', 'grant', 'nodes', 'logged', 'running', 'tcls', 'ops'}
 local now
 local function begin()
   local got = call('HMGET', K .. 'm', unpack(META))
-  for i = 1, #META do M[META[i]] = tonumber(got[i] or 0) end
+  for i = 1, #META do
+    M[META[i]] = tonumber(got[i] or 0)
+    WAS[META[i]] = M[META[i]]
+  end
   now = tonumber(ARGV[1])
   if now == 0 then
     local t = call('TIME')
@@ -303,8 +306,10 @@ local function flush()
   end
   local args = {}
   for _, f in ipairs(META) do
-    args[#args + 1] = f
-    args[#args + 1] = num(M[f])
+    if M[f] ~= WAS[f] then
+      args[#args + 1] = f
+      args[#args + 1] = num(M[f])
+    end
   end
   call('HSET', K .. 'm', unpack(args))
 end
