@@ -115,7 +115,6 @@ ROWS: tuple[Row, ...] = (
         8, "a connector that never hits changes the text",
         "connector/loads.py:LoadFlow.match",
         (BLOCKS + "test_fault_08_a_connector_that_always_misses_changes_nothing",),
-        Mutant("connector/loads.py", "if now < tracker.deadline:", "if True:"),
     ),
     Row(
         9, "recompute after a refused load gives other tokens",
@@ -345,6 +344,7 @@ ROWS: tuple[Row, ...] = (
         51, "a lookup blocks the scheduler",
         "connector/loads.py:LoadFlow.match",
         (LOOKUP + "test_fault_51_a_lookup_never_blocks_the_scheduler",),
+        Mutant("connector/loads.py", "if now < tracker.deadline:", "if True:"),
     ),
     Row(
         53, "a full hit leaves no token to compute",

@@ -136,7 +136,7 @@ def test_fault_51_a_lookup_never_blocks_the_scheduler(
     engines: Engines, store: Store, solo: Solo
 ) -> None:
     clock = SystemClock()
-    engine = engines(lookup_deadline_s=LOOKUP_S)
+    engine = engines(lookup_deadline_s=LOOKUP_S, index_timeout_s=30.0)
     store.index.pause()
     other = engine.ask("busy", prompt(511, B), 40, session_id="t")
     text = engine.ask("a", prompt(512, 4 * B), 4, session_id="s")
