@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -154,8 +155,8 @@ class ReturnPolicy:
         self._returns = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
         self._at_risk_ms = [[0.0] * len(self._bins) for _ in range(NUM_CLASSES)]
         self._turns = 0.0
-        # (class, last use) -> chains; the order of insertion is the order of time.
-        self._absent: dict[tuple[int, int], int] = {}
+        # (class, last use) -> chains. An OrderedDict, since its oldest item goes in constant time.
+        self._absent: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._serial = 0
 
     def observe(self, event: Turn | Ended) -> None:
@@ -172,9 +173,13 @@ class ReturnPolicy:
         self._absent[key] = self._absent.get(key, 0) + 1
         self._turns += 1
         if len(self._absent) > ABSENT_MAX:
-            (cls, since_ms), chains = next(iter(self._absent.items()))
-            del self._absent[cls, since_ms]
+            (cls, since_ms), chains = self._absent.popitem(last=False)
             _pass(self._at_risk_ms[cls], self._bins, event.at_ms - since_ms, chains)
+
+    @property
+    def absent(self) -> int:
+        """Uses whose chains are waited for: at most ABSENT_MAX."""
+        return len(self._absent)
 
     def _take(self, cls: int, last_use_ms: int) -> bool:
         """One chain of those is absent no more; False if none was known."""
@@ -185,9 +190,13 @@ class ReturnPolicy:
 
     def fit(self, now_ms: int) -> ScoreTable:
         """See Policy."""
-        at_risk = [list(row) for row in self._at_risk_ms]
+        waiting: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         for (cls, since_ms), chains in self._absent.items():
-            _pass(at_risk[cls], self._bins, now_ms - since_ms, chains)
+            waiting[cls] += [since_ms] * chains
+        at_risk = [
+            _with_waiting(row, self._bins, sorted(since), now_ms)
+            for row, since in zip(self._at_risk_ms, waiting, strict=True)
+        ]
         hazards = _class_hazards(self._returns, at_risk, self._bins)
         scores = tuple(
             _gittins(self._edges, _interpolate(self._bins, row, self._edges)) for row in hazards
@@ -218,6 +227,20 @@ def _pass(row: list[float], bins: Sequence[int], gap_ms: int, chains: int = 1) -
         row[k] += chains * (bins[k + 1] - bins[k])
     row[last] += chains * (gap_ms - bins[last])
     return last
+
+
+def _with_waiting(
+    row: Sequence[float], bins: Sequence[int], since_ms: Sequence[int], now_ms: int
+) -> list[float]:
+    """`row` and what `_pass` would add for absences since those times (ascending) until now, whole
+    bins at a time."""
+    total = list(row)
+    for k, (low, width) in enumerate(zip(bins, _widths(bins), strict=True)):
+        passed = bisect_right(since_ms, now_ms - low - width)
+        entered = bisect_right(since_ms, now_ms - low)
+        inside = (entered - passed) * (now_ms - low) - sum(since_ms[passed:entered])
+        total[k] += passed * width + inside
+    return total
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> list[float]:
