@@ -184,7 +184,7 @@ def _may_grow(run: Run, depth: int, grant: Grant, blocks: int) -> bool:
         return False
     if depth == run.stop:
         return run.children.count(depth, depth) == 0
-    return sessions.held_at(run, grant.session) == run.stop
+    return bool(grant.session) and sessions.held_at(run, grant.session) == run.stop
 
 
 def _note_shared(run: Run, depth: int, inside: int) -> None:

@@ -14,10 +14,12 @@ PATH_RUNS_MAX = 256
 WALK_RUNS_MAX = 600
 """No walk to the root is longer: a chain grows beyond PATH_RUNS_MAX only by splits."""
 
-HOLDS_MAX = 64
+HOLDS_MAX = 32
 """Leaves that one session holds; the oldest hold is dropped beyond."""
 HOLDERS_MAX = 32
 """Sessions that hold one run; the shallowest is dropped beyond."""
+HOLDS_SHOWN = 4
+"""Of a session's newest holds, how many are looked at for people."""
 BOUNDARIES_MAX = 64
 NAMESPACES_MAX = 8
 """Namespaces in which one session has boundaries; the oldest are dropped beyond."""
@@ -47,7 +49,7 @@ PROMISE_MS = 5_000
 REPLY_KEPT_MS = 120_000
 """How long the reply to a commit is kept for a retry."""
 EXPIRE_PER_CALL = 2
-WAKE_PER_CALL = 64
+WAKE_PER_CALL = 32
 ENDED_PER_CLOSE = 4
 SWEEP_STEPS = 16
 DEAD_PER_CALL = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from connector.ids import Generation, Namespace, NodeId, SessionKey
 from connector.indexmsg import NodeState, SessionState
+from store_worker.index import limits as L
 from store_worker.index.records import BUSY, Node, State
 from store_worker.index.sessions import held_at
 from store_worker.policy import ScoreTable
@@ -21,7 +22,7 @@ def session_state(s: State, session: SessionKey) -> SessionState:
     """A known session."""
     record = s.sessions[session]
     depth, tokens = 0, 0
-    for run_id in record.holds:
+    for run_id, _ in record.holds.items()[-L.HOLDS_SHOWN :]:
         run = s.runs[run_id]
         at = held_at(run, session)
         depth = max(depth, at)

@@ -65,7 +65,7 @@ local function may_grow(r, depth, g, blocks)
     return false
   end
   if depth == r.stop then return call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) == 0 end
-  return held_at(r, g.session) == r.stop
+  return g.session ~= '' and held_at(r, g.session) == r.stop
 end
 
 local function note_shared(r, depth, inside)

@@ -6,7 +6,7 @@ local function add(key)
   local s = session_of(key)
   if not s then return end
   local depth, tokens, home = 0, 0, ''
-  for id in pairs(holds_of(s)) do
+  for _, id in ipairs(call('ZREVRANGE', K .. 'sh:' .. key, 0, C_HOLDS_SHOWN - 1)) do
     local r = run_of(id)
     local at = min(tonumber(call('ZSCORE', K .. 'h:' .. id, key) or 0), r.stop)
     local per = string.match(call('HGET', K .. 'ds', r.ns) or '0 ', '^%d+')
