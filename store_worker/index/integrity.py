@@ -94,7 +94,17 @@ def _lists(s: State) -> Iterator[str]:
             run = s.runs.get(run_id)
             if run is None or (run.node, run.epoch) != where:
                 yield f"place {where} has run {run_id}, which is not there"
+        for run_id in place.copied:
+            run = s.runs.get(run_id)
+            if _on(s, *where) and (
+                run is None or where not in {(c.node, c.epoch) for c in run.copies}
+            ):
+                yield f"place {where} has a copy of run {run_id}, which is not there"
     for run in s.runs.values():
+        for copy in run.copies:
+            there = s.places.get((copy.node, copy.epoch))
+            if _on(s, copy.node, copy.epoch) and (there is None or run.id not in there.copied):
+                yield f"run {run.id} has a copy that its place does not know: {copy}"
         leaf, inside = run.top_child() < run.stop, lists.pop(run.id, [])
         named = (run.node, run.epoch), run.where
         if len(inside) != leaf or (leaf and inside[0][0] != named):

@@ -185,7 +185,9 @@ def drop_copies(op: Op, node: Node, bytes_: int, idle_ms: int) -> int:
         first = place.copied.first()
         if first is None or op.now - first[0] < idle_ms:
             break
-        died += uncopy(op, op.s.runs[first[1]], node, 0)
+        gone = uncopy(op, op.s.runs[first[1]], node, 0)
+        assert gone, "a run in the list of copies that has none there"
+        died += gone
     return died
 
 

@@ -137,6 +137,10 @@ def _copies(s: State) -> None:
     branched(s).copies.append(Copy(2, 1, 1))
 
 
+def _copied(s: State) -> None:
+    s.place(2, 1).copied = Zset()
+
+
 def _capacity(s: State) -> None:
     s.by_idx[0].capacity = 5
 
@@ -196,6 +200,7 @@ DAMAGE: tuple[tuple[Callable[[State], None], str], ...] = (
     (_stored, "I5"),
     (_granted, "I5"),
     (_copies, "I5"),
+    (_copied, "does not know"),
     (_capacity, "I5"),
     (_dying_listed, "listed there and dying"),
     (_dying_order, "order differ"),

@@ -288,7 +288,10 @@ local function drop_copies(node, bytes, idle)
   while died < bytes and #VICTIMS - before < 4 * C_BLOCKS_MAX do
     local first = call('ZRANGE', K .. 'cp:' .. node.place, 0, 0, 'WITHSCORES')
     if not first[1] or now - tonumber(first[2]) < idle then break end
-    died = died + uncopy(run_of(first[1]), node, 0)
+    local gone = uncopy(run_of(first[1]), node, 0)
+    -- no copy there: not to happen, and not to go round for ever if it does
+    if gone == 0 then call('ZREM', K .. 'cp:' .. node.place, first[1]) end
+    died = died + gone
   end
   return died
 end
