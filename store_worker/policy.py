@@ -126,7 +126,7 @@ STEPS_PER_BIN = 4
 FIT_INTERVAL_MS = 30_000
 """How often to publish: a table is a few milliseconds of work."""
 ABSENT_MAX = 65_536
-TURNS_MAX = 100_000
+TURNS_MAX = 50_000
 """What was learnt is halved when it is worth more turns than this, so that habits may change."""
 PRIOR_CHAINS = 16.0
 """What a wider class's hazards count for in a narrower one: so many chains that passed each bin."""

@@ -123,7 +123,7 @@ class Replay:
 
     def turn(self, request: Request, last: bool = False) -> None:
         """One request. last: it carries the hint that its session ends with it, so there is
-        nothing to save and the session is closed."""
+        nothing to save and the session is closed, once the turn's lease is over."""
         self.asked += len(request.hashes)
         if not request.hashes:
             return
@@ -131,6 +131,7 @@ class Replay:
             self.parents[block] = before
         turn = self._look_up(request)
         if last:
+            self.clock.advance(2 * LEASE_S)
             self._close(request.session)
         else:
             self._save(turn)

@@ -207,7 +207,7 @@ def test_a_new_habit_replaces_an_old_one() -> None:
         for i in range(turns):
             now += 100
             policy.observe(Turn(now, A))
-            if i % 5_000 == 0:
+            if i % 10_000 == 0:
                 policy.fit(now)
             if returns:
                 policy.observe(Turn(now + 1, B, A, 1))
@@ -215,7 +215,7 @@ def test_a_new_habit_replaces_an_old_one() -> None:
         return policy.fit(now)
 
     before = day(TURNS_MAX // 2, 600 * SECOND, returns=True).score(A, 0)
-    after = day(3 * TURNS_MAX, 600 * SECOND, returns=False).score(A, 0)
+    after = day(2 * TURNS_MAX, 600 * SECOND, returns=False).score(A, 0)
     assert after < before / 5
 
 
