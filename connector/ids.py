@@ -41,6 +41,7 @@ Namespace = NewType("Namespace", bytes)
 NO_HASH = BlockHash(b"")
 """The parent of a chain's first block."""
 
+NO_NAMESPACE = Namespace(b"")
 NO_SESSION = SessionKey(b"")
 """A chain without a session id: placed and evicted as a pseudo-session of its own."""
 

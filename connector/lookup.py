@@ -7,9 +7,13 @@ without shared state. Every operation gets exactly one reply.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+
+import msgspec
 
 from connector.ids import (
     NO_HASH,
+    NO_NAMESPACE,
     NO_SESSION,
     BlockHash,
     Generation,
@@ -202,13 +206,26 @@ class HintKind(enum.StrEnum):
 
 
 class HintOp(Struct, frozen=True):
-    """One accepted kv_hints action on a session."""
+    """One accepted kv_hints action on a session.
+
+    namespace, hashes: the chain of the request that brought it; only with PIN, for a store that
+    evicts by itself and has to be told of every block.
+    """
 
     session_id: str
     cache_salt: str | None
     kind: HintKind
     ttl_s: float = 0.0
     priority: int = 0
+    namespace: Namespace = NO_NAMESPACE
+    hashes: tuple[BlockHash, ...] = ()
+
+    def on_chain(self, namespace: Namespace, hashes: Iterable[bytes]) -> HintOp:
+        """The same of this chain, if it needs one."""
+        if self.kind is not HintKind.PIN:
+            return self
+        chain = tuple(BlockHash(hash) for hash in hashes)
+        return msgspec.structs.replace(self, namespace=namespace, hashes=chain)
 
 
 class HintReply(Struct, frozen=True):

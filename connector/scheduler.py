@@ -214,7 +214,7 @@ class ConnectorScheduler:
         tokens = min(num_computed_tokens, tracker.computed, tracker.request.num_tokens - 1)
         self._saves.finish(tracker, tokens)
         for hint in tracker.hints:
-            self._context.post(hint)
+            self._context.post(hint.on_chain(tracker.namespace, tracker.request.block_hashes))
         return self._hand_off(tracker)
 
     def _hand_off(self, tracker: RequestTracker) -> dict[str, object] | None:
@@ -246,7 +246,7 @@ class ConnectorScheduler:
         read before the step that computes it has been issued.
         """
         self.poll()
-        meta = StepMeta(loads=self._loads.send(), saves=self._saves.send())
+        loads, saves = self._loads.send(), self._saves.send()
         prefill_tokens = 0
         idle = True
         for part in scheduled:
@@ -268,7 +268,7 @@ class ConnectorScheduler:
         need = self._pressure.take(idle, free_share, context.trackers.values())
         if need is not Need.NONE:
             self._saves.give_way(need)
-        return meta
+        return StepMeta(loads=loads, saves=saves, revoked=self._saves.take_revoked())
 
     def _measure(self, prefill_tokens: int) -> None:
         """Prefill rate: tokens of the last step over the time until this one was built."""

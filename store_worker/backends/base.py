@@ -113,3 +113,11 @@ class HintedNode(Protocol):
         self, items: Sequence[PutItem], hints: PutHints, deadline: float
     ) -> list[BlockOutcome]:
         """`put` with hints; the objects stay until they are deleted or evicted."""
+
+
+@runtime_checkable
+class PinningNode(Protocol):
+    """A data node that evicts by itself, and can be told what to keep (`isinstance` tells)."""
+
+    def pin(self, keys: Sequence[bytes], ttl_ms: int, deadline: float) -> int:
+        """Protect objects from eviction for `ttl_ms`; returns how many are protected now."""

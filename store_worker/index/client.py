@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from connector.clock import Clock
@@ -248,7 +249,8 @@ class IndexClient:
                 return self._close(op)
             case HintOp():
                 session = self._key(op.session_id, op.cache_salt)
-                return take_hint(self._index, session, op, self._close)
+                pinned = partial(self._pinned, session, op)
+                return take_hint(self._index, session, op, self._close, pinned)
             case AbortOp():
                 self._delete(self._index.abort(op.grant))
             case ForgetOp():
@@ -369,15 +371,13 @@ class IndexClient:
         losers = {victim.hash for victim in answer.losers if victim.node == op.node}
         stored = tuple(h for h in op.hashes[: op.saved] if h not in losers)
         if answer.outcome is CommitOutcome.OK and stored:
+            store = self._seen().incarnation
             self._pool.submit(
-                janitor.Persist(
-                    store=self._seen().incarnation,
-                    namespace=op.namespace,
-                    node=op.node,
-                    hashes=stored,
-                    ranks=op.ranks,
-                )
+                janitor.Persist(store, op.namespace, op.node, stored, op.ranks, op.session)
             )
+
+    def _pinned(self, session: SessionKey, op: HintOp, seconds: float) -> None:
+        self._pool.submit(janitor.Pin(self._seen().incarnation, session, op, seconds))
 
     def _close(self, op: CloseOp) -> CloseReply:
         session = self._key(op.session_id, op.cache_salt)

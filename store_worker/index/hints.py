@@ -14,15 +14,20 @@ DEMOTED_S = 7 * 24 * 3600.0
 
 
 def take_hint(
-    index: SessionIndex, session: SessionKey, op: HintOp, close: Callable[[CloseOp], CloseReply]
+    index: SessionIndex,
+    session: SessionKey,
+    op: HintOp,
+    close: Callable[[CloseOp], CloseReply],
+    pinned: Callable[[float], object],
 ) -> HintReply:
-    """Carry one action out. Raises StoreError."""
+    """Carry one action out. pinned: is told for how many seconds. Raises StoreError."""
     if op.kind is HintKind.RELEASE:
         close(CloseOp(session_id=op.session_id, cache_salt=op.cache_salt))
     elif op.kind is HintKind.PIN:
         granted_s = index.pin(session, op.ttl_s)
         if granted_s <= 0:
             return HintReply(kind=op.kind, outcome="rejected", why="over the tenant's quota")
+        pinned(granted_s)
         if granted_s < op.ttl_s:
             return HintReply(kind=op.kind, outcome="clipped", why="to the tenant's quota")
     elif op.kind is HintKind.DEMOTE:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from connector.clock import Clock
 from connector.config import Config
 from connector.errors import StoreError
-from connector.ids import BlockHash, Namespace, NodeId
-from connector.indexmsg import CopyStep, IndexIdentity, Victim
+from connector.ids import NO_SESSION, BlockHash, Namespace, NodeId, SessionKey
+from connector.indexmsg import CopyStep, IndexIdentity, RunSlice, Victim
+from connector.lookup import HintOp
 from connector.meta import BlockOutcome
-from store_worker.backends.base import DataNode, GetItem, PutItem
+from store_worker.backends.base import DataNode, GetItem, PinningNode, PutItem
+from store_worker.index import search
 from store_worker.index.base import SessionIndex
 from store_worker.keys import object_key
 from store_worker.nodes import NodeDirectory
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 KEYS_PER_CALL = 512
 NODE_DEADLINE_S = 2.0
+PINS_PER_CALL = 64
+PINS_MAX = 4096
+PIN_LEASE_S = 5.0
 
 
 class Description(NamedTuple):
@@ -49,6 +54,7 @@ class Desk:
     """What the janitor's thread keeps: its own index connection and one per node.
 
     identity is shared with the index client: the last one seen, None before the first contact.
+    pins: clock seconds until which sessions are pinned on nodes that evict by themselves.
     """
 
     index: SessionIndex
@@ -60,6 +66,7 @@ class Desk:
     tell_nodes: Callable[[Sequence[NodeId]], None] = lambda nodes: None
     tell_gauges: Callable[[Mapping[str, float]], None] = lambda gauges: None
     describe: Callable[[], Description | None] = _nothing
+    pins: dict[SessionKey, float] = field(default_factory=dict)
 
     def interrupt(self) -> None:
         """Break whatever call is stuck."""
@@ -77,6 +84,13 @@ class Desk:
     def deadline(self) -> float:
         """For one call to a data node."""
         return self.clock.now() + NODE_DEADLINE_S
+
+    def remember_pin(self, session: SessionKey, seconds: float) -> None:
+        """At most PINS_MAX: where there are more, their later blocks are not pinned."""
+        now = self.clock.now()
+        self.pins = {key: until for key, until in self.pins.items() if until > now}
+        if len(self.pins) < PINS_MAX or session in self.pins:
+            self.pins[session] = now + seconds
 
 
 class Job:
@@ -132,13 +146,15 @@ class Delete(Job):
 
 @dataclass
 class Persist(Job):
-    """Take the expiry off committed objects; forget blocks whose object is gone already."""
+    """Take the expiry off committed objects; forget blocks whose object is gone already. Those of
+    a pinned session are pinned as well."""
 
     store: bytes
     namespace: Namespace
     node: NodeId
     hashes: Sequence[BlockHash]
     ranks: int
+    session: SessionKey = NO_SESSION
 
     def work(self, desk: Desk) -> None:
         node = desk.nodes.get(self.node)
@@ -160,6 +176,51 @@ class Persist(Job):
         if lost:
             victims = desk.index.forget(self.namespace, lost, self.node)
             Delete(self.store, victims).work(desk)
+        left_s = desk.pins.get(self.session, 0.0) - desk.clock.now()
+        if left_s > 0:
+            where = RunSlice(node=self.node, incarnation=b"", start=0, stop=len(self.hashes),
+                             ranks=self.ranks)
+            pin_slice(desk, self.store, self.namespace, self.hashes, where, left_s)
+
+
+@dataclass
+class Pin(Job):
+    """A session was pinned in the index: tell it to nodes that evict by themselves, of what is
+    stored of its chain now, and of what this engine commits until the pin ends.
+
+    What other engines commit meanwhile is not pinned there; nor does the end of the session end it.
+    """
+
+    store: bytes
+    session: SessionKey
+    op: HintOp
+    seconds: float
+
+    def work(self, desk: Desk) -> None:
+        if not self.op.hashes or not any(isinstance(n, PinningNode) for n in desk.nodes.values()):
+            return
+        desk.remember_pin(self.session, self.seconds)
+        op = self.op
+        found = search.find(desk.index, op.namespace, self.session, op.hashes, PIN_LEASE_S)
+        for piece in found.acquired.slices:
+            pin_slice(desk, self.store, op.namespace, op.hashes, piece, self.seconds)
+
+
+def pin_slice(
+    desk: Desk,
+    store: bytes,
+    namespace: Namespace,
+    chain: Sequence[BlockHash],
+    piece: RunSlice,
+    seconds: float,
+) -> None:
+    """Pin a slice of a chain, where its node can do that. Raises StoreError."""
+    node = desk.nodes.get(piece.node)
+    if not isinstance(node, PinningNode):
+        return
+    for part in batches(chain[piece.start : piece.stop], max(1, PINS_PER_CALL // piece.ranks)):
+        keys = [object_key(store, namespace, h, rank) for h in part for rank in range(piece.ranks)]
+        node.pin(keys, round(seconds * 1000), desk.deadline())
 
 
 @dataclass

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from connector.ids import NodeId
+from connector.meta import BlockOutcome
+from engine_shim.api import RequestOptions
+from engine_shim.protocol import SamplingParams
+from engine_shim.validation import build_message
+from store_worker.backends.base import PutItem
 from store_worker.backends.mooncake_bulk import text_key
 from store_worker.backends.mooncake_library import open_library
 from store_worker.backends.mooncake_url import parse_mooncake_url
+from store_worker.keys import parse_object_key
 from tests.integration.conversation_kit import Fleet, Talk
 from tests.mooncake.cluster import MooncakeCluster
 from tests.servers import Server
@@ -101,3 +110,46 @@ def test_what_mooncake_evicted_is_recomputed(own_cluster: MooncakeCluster, index
         # What was recomputed is stored again, once the index is done with what was lost.
         talk.turn(engines[0], must_hit=False)
         talk.turn(engines[1])
+
+
+def pin_hint(talk: Talk) -> dict[str, Any]:
+    action = {
+        "action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": 600},
+    }  # fmt: skip
+    return {"kv_hints": {"protocol_version": "1", "message_id": talk.seed, "actions": [action]}}
+
+
+def flood_until_gone(cluster: MooncakeCluster, keys: list[bytes]) -> None:
+    """Write objects of 1 MiB that nobody reads again, until these are evicted."""
+    node, numbers = cluster.node(), itertools.count()
+    page = memoryview(random.Random(1).randbytes(1 << 20))
+
+    def gone() -> bool:
+        items = [PutItem(b"flood%d" % next(numbers), [page[:112], page]) for _ in range(6)]
+        assert node.put(items, 60_000, cluster.soon()) == [BlockOutcome.OK] * 6
+        return not {key for _, key in cluster.objects()} & set(keys)
+
+    eventually(gone, 60.0, "the eviction", again_s=0.02)
+    node.close()
+
+
+def test_a_pinned_conversation_outlives_the_flood(index: Server) -> None:
+    """By the hint: what was stored before it, and the turn after it."""
+    with MooncakeCluster((64 << 20,)) as cluster, Fleet(store_of(cluster, index)) as fleet:
+        shim = fleet.engine()
+        pinned, plain = Talk(fleet, "pinned", 23), Talk(fleet, "plain", 23)
+        for talk in (plain, pinned):
+            talk.turn(shim)
+        options = RequestOptions(session_id="pinned", kv_transfer_params=pin_hint(pinned))
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        shim.add(build_message(pinned.history, params, options, "hint", 0.0))
+        shim.run_all()
+        assert shim.counters()["hints_pin{outcome=accepted}"] == 1
+        for talk in (plain, pinned):
+            talk.turn(shim)
+        eventually(lambda: fleet.index().stats()["grants"] == 0, 10.0, "all commits")
+        keys = {hash: key for _, key in cluster.objects() if (hash := parse_object_key(key).hash)}
+        chains = [[keys[h] for h in fleet.chain(t.history) if h in keys] for t in (plain, pinned)]
+        assert len(chains[0]) > 5 and len(chains[1]) > 5
+        flood_until_gone(cluster, chains[0])
+        assert set(chains[1]) <= {key for _, key in cluster.objects()}
