@@ -53,6 +53,10 @@ KEYS = "tests/vllm/test_faults_keys.py::"
 LOOKUP = "tests/vllm/test_faults_lookup.py::"
 WORKER = "tests/unit/test_worker.py::"
 SHIM = "tests/integration/test_conversation.py::"
+ON_SHIM = "tests/integration/test_faults_shim.py::test_fault_"
+SHIM_REPORTS = "tests/integration/test_faults_shim_reports.py::test_fault_"
+PREEMPTION = "tests/integration/test_preemption.py::test_fault_"
+GUARDS = "tests/unit/test_core_guards.py::test_fault_"
 ADAPTER = "connector/vllm_adapter.py"
 
 NO_HOLD = Mutant("connector/ledger.py", "        if saving:\n", "        if False:\n")
@@ -61,13 +65,19 @@ ROWS: tuple[Row, ...] = (
     Row(
         1, "a preempted request's key gets another's bytes",
         "connector/ledger.py:Ledger.open",
-        (BLOCKS + "test_fault_01_a_preempted_requests_save_keeps_its_bytes",),
+        (
+            BLOCKS + "test_fault_01_a_preempted_requests_save_keeps_its_bytes",
+            PREEMPTION + "01_",
+        ),
         NO_HOLD,
     ),
     Row(
         2, "a late end of an old transfer settles a new one",
         "connector/ledger.py:Ledger.settle",
-        (BLOCKS + "test_fault_02_one_id_preempted_again_and_again_settles_every_job_once",),
+        (
+            BLOCKS + "test_fault_02_one_id_preempted_again_and_again_settles_every_job_once",
+            PREEMPTION + "02_",
+        ),
         Mutant("connector/ledger.py", "itertools.count(1)", "itertools.repeat(1)"),
     ),
     Row(
@@ -81,7 +91,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         4, "a block is handed out while it is being saved",
         "connector/ledger.py:Ledger.open",
-        (BLOCKS + "test_fault_04_no_block_is_handed_out_while_it_is_being_saved",),
+        (
+            BLOCKS + "test_fault_04_no_block_is_handed_out_while_it_is_being_saved",
+            ON_SHIM + "04_",
+        ),
         NO_HOLD,
     ),
     Row(
@@ -90,6 +103,7 @@ ROWS: tuple[Row, ...] = (
         (
             LOOKUP + "test_fault_05_an_abort_during_anothers_load_saves_nothing",
             LOOKUP + "test_fault_05_nothing_is_saved_below_anothers_unfinished_load",
+            ON_SHIM + "05_",
         ),
         Mutant("connector/scheduler.py", "min(num_computed_tokens, tracker.computed, ",
                "min(num_computed_tokens, "),
@@ -107,19 +121,29 @@ ROWS: tuple[Row, ...] = (
     Row(
         7, "a load overwrites blocks the engine has itself",
         "connector/loads.py:LoadFlow.match",
-        (LOADS + "test_fault_07_blocks_that_the_engine_has_are_never_written",),
+        (
+            LOADS + "test_fault_07_blocks_that_the_engine_has_are_never_written",
+            ON_SHIM + "07_",
+        ),
         Mutant("connector/loads.py", "tracker.blocks[promise.start : stop]),",
                "tracker.blocks[: stop - promise.start]),"),
     ),
     Row(
         8, "a connector that never hits changes the text",
         "connector/loads.py:LoadFlow.match",
-        (BLOCKS + "test_fault_08_a_connector_that_always_misses_changes_nothing",),
+        (
+            BLOCKS + "test_fault_08_a_connector_that_always_misses_changes_nothing",
+            ON_SHIM + "08_",
+        ),
     ),
     Row(
         9, "recompute after a refused load gives other tokens",
         "connector/vllm_adapter.py:SessionKVConnector.get_block_ids_with_load_errors",
-        (LOADS + "test_fault_09_recompute_after_a_refused_load_gives_the_same_text",),
+        (
+            LOADS + "test_fault_09_recompute_after_a_refused_load_gives_the_same_text",
+            "tests/integration/test_async_scheduling.py::test_fault_09_",
+            SHIM_REPORTS + "09_",
+        ),
         Mutant(ADAPTER, "if outcome != BlockOutcome.OK", "if outcome == BlockOutcome.TIMED_OUT"),
     ),
     Row(
@@ -140,6 +164,7 @@ ROWS: tuple[Row, ...] = (
         (
             BLOCKS + "test_fault_12_many_sessions_in_a_tiny_pool_read_nobody_elses_blocks",
             "tests/vllm/test_conversation.py::test_many_conversations_at_once",
+            "tests/integration/test_concurrency.py::test_fault_12_",
         ),
     ),
     Row(
@@ -148,6 +173,7 @@ ROWS: tuple[Row, ...] = (
         (
             LOADS + "test_fault_13_another_objects_bytes_are_a_miss",
             WORKER + "test_fault_13_another_objects_bytes_are_found_with_or_without_checksums",
+            ON_SHIM + "13_14_",
         ),
         Mutant("store_worker/codec.py", "        if len(header) != HEADER_BYTES:\n",
                "        return True\n        if len(header) != HEADER_BYTES:\n"),
@@ -159,6 +185,7 @@ ROWS: tuple[Row, ...] = (
             LOADS + "test_fault_14_a_load_that_hangs_ends_at_its_deadline",
             LOADS + "test_fault_13_another_objects_bytes_are_a_miss",
             WORKER + "test_fault_14_any_flipped_byte_is_found",
+            ON_SHIM + "13_14_",
         ),
         Mutant("store_worker/codec.py", "or checksum(regions) == digest", "or True"),
     ),
@@ -168,6 +195,8 @@ ROWS: tuple[Row, ...] = (
         (
             LOADS + "test_fault_15_a_missing_block_leaves_what_lies_before_it",
             WORKER + "test_fault_15_missing_and_broken_blocks_are_named_one_by_one",
+            ON_SHIM + "15_",
+            SHIM_REPORTS + "15_",
         ),
     ),
     Row(
@@ -188,7 +217,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         19, "new weights under an old name read old blocks",
         "connector/vllm_facts.py:namespace_spec",
-        (KEYS + "test_fault_19_new_weights_under_an_old_name_have_a_config_key",),
+        (
+            KEYS + "test_fault_19_new_weights_under_an_old_name_have_a_config_key",
+            SHIM_REPORTS + "19_",
+        ),
         Mutant("connector/vllm_facts.py", "(model.revision, config.model_revision)",
                "(model.revision,)"),
     ),
@@ -225,81 +257,114 @@ ROWS: tuple[Row, ...] = (
     Row(
         27, "a reset leaves old blocks in use, or wipes everybody's",
         "connector/scheduler.py:ConnectorScheduler.reset_cache",
-        (KEYS + "test_fault_27_reset_cache_moves_one_engine_and_nobody_else",),
+        (
+            KEYS + "test_fault_27_reset_cache_moves_one_engine_and_nobody_else",
+            ON_SHIM + "27_",
+        ),
         Mutant("connector/scheduler.py",
                "self._context.namespace = self._namespace_of(epoch)", "pass"),
     ),
     Row(
         28, "an abort during a load leaves its blocks held for ever",
         "connector/vllm_adapter.py:SessionKVConnector.get_transfer_results",
-        (BLOCKS + "test_fault_28_abort_while_waiting_for_a_load",
-         "tests/vllm/test_pressure.py::test_a_client_that_goes_away_during_the_load"),
+        (
+            BLOCKS + "test_fault_28_abort_while_waiting_for_a_load",
+            "tests/vllm/test_pressure.py::test_a_client_that_goes_away_during_the_load",
+            ON_SHIM + "28_",
+        ),
         Mutant(ADAPTER, "for r in results if r.kind is JobKind.LOAD}",
                "for r in results if r.kind is JobKind.LOAD and str(r.request) != 'a'}"),
     ),
     Row(
         29, "a save with nothing to write never ends",
         "connector/saves.py:SaveFlow.prepared",
-        (BLOCKS + "test_fault_29_a_second_request_with_all_keys_there_frees_its_blocks",
-         WORKER + "test_fault_29_38_every_exception_becomes_outcomes"),
+        (
+            BLOCKS + "test_fault_29_a_second_request_with_all_keys_there_frees_its_blocks",
+            WORKER + "test_fault_29_38_every_exception_becomes_outcomes",
+            ON_SHIM + "29_",
+        ),
         Mutant("connector/saves.py", "            elif job.first == len(job.hashes):\n",
                "            elif job.first == len(job.hashes) and job.first == 0:\n"),
     ),
     Row(
         30, "blocks are held for a transfer that nobody ends",
         "store_worker/save_job.py:_save_slice",
-        (BLOCKS + "test_fault_30_every_hold_ends_by_its_deadline",),
-        Mutant("connector/saves.py", "deadline_s=self._context.config.save_deadline_s,",
+        (
+            BLOCKS + "test_fault_30_every_hold_ends_by_its_deadline",
+            ON_SHIM + "30_",
+            GUARDS + "30_39_",
+        ),
+        Mutant("connector/saveops.py", "deadline_s=context.config.save_deadline_s,",
                "deadline_s=1e9,"),
     ),
     Row(
         31, "a request that is rejected before it is admitted leaves something",
         "connector/scheduler.py:ConnectorScheduler.on_finished",
-        (BLOCKS + "test_fault_31_a_request_rejected_before_admission_leaves_nothing",),
-        Mutant("connector/scheduler.py",
-               "tracker = self._context.trackers.pop(request, None)",
-               "tracker = self._context.trackers[request]"),
+        (
+            BLOCKS + "test_fault_31_a_request_rejected_before_admission_leaves_nothing",
+            ON_SHIM + "31_",
+            GUARDS + "31_",
+        ),
     ),
     Row(
         33, "a load is reported twice, or one that was never issued",
         "connector/vllm_adapter.py:SessionKVConnector.get_transfer_results",
-        (BLOCKS + "test_fault_33_only_loads_that_were_issued_are_reported",
-         LOOKUP + "test_fault_33_under_multiconnector_anothers_load_is_not_reported_by_us"),
+        (
+            BLOCKS + "test_fault_33_only_loads_that_were_issued_are_reported",
+            LOOKUP + "test_fault_33_under_multiconnector_anothers_load_is_not_reported_by_us",
+            ON_SHIM + "33_34_",
+        ),
         Mutant(ADAPTER, "for r in results if r.kind is JobKind.LOAD}", "for r in results}"),
     ),
     Row(
         34, "a send is reported for a request that has none",
         "connector/vllm_adapter.py:SessionKVConnector.get_transfer_results",
-        (BLOCKS + "test_fault_34_no_send_is_ever_reported",),
+        (
+            BLOCKS + "test_fault_34_no_send_is_ever_reported",
+            ON_SHIM + "33_34_",
+        ),
         Mutant(ADAPTER, "KVConnectorTransferResults(finished_recving=loads)",
                "KVConnectorTransferResults(set(finished_req_ids), loads)"),
     ),
     Row(
         36, "a failed load leads to an assertion that stops the engine",
         "connector/loads.py:LoadFlow._failed",
-        (LOADS + "test_fault_36_a_failed_load_then_more_steps_keeps_the_engine_up",),
+        (
+            LOADS + "test_fault_36_a_failed_load_then_more_steps_keeps_the_engine_up",
+            ON_SHIM + "36_38_41_",
+        ),
     ),
     Row(
         37, "slow saves and a small pool stand in each other's way for ever",
         "connector/ledger.py:Ledger.room",
-        (BLOCKS + "test_fault_37_a_small_pool_under_slow_saves_finishes_everything",
-         "tests/unit/test_core_pressure.py::test_",
-         "tests/vllm/test_pressure.py::test_preempted_requests_say_the_same"),
+        (
+            BLOCKS + "test_fault_37_a_small_pool_under_slow_saves_finishes_everything",
+            "tests/unit/test_core_pressure.py::test_",
+            "tests/vllm/test_pressure.py::test_preempted_requests_say_the_same",
+            PREEMPTION + "37_",
+        ),
     ),
     Row(
         38, "failed loads are logged and never reported",
         "store_worker/worker.py:StoreWorker.end_all",
-        (LOADS + "test_fault_38_a_dead_node_fails_every_load_and_no_request",
-         WORKER + "test_fault_29_38_every_exception_becomes_outcomes"),
-        Mutant("store_worker/load_job.py",
-               "    now_is = context.node(piece.node).ready(ticket.end)\n",
-               "    now_is = context.node(piece.node).ready(ticket.end + 1e6)\n"),
+        (
+            LOADS + "test_fault_38_a_dead_node_fails_every_load_and_no_request",
+            WORKER + "test_fault_29_38_every_exception_becomes_outcomes",
+            ON_SHIM + "36_38_41_",
+            "tests/unit/test_executor.py::test_",
+        ),
+        Mutant("store_worker/executor.py",
+               "        end(task.failed, error)\n\n\ndef end", "\n\ndef end"),
     ),
     Row(
         39, "a load whose answer never comes parks its request",
         "store_worker/load_job.py:_load_slice",
-        (LOADS + "test_fault_39_a_blocked_get_is_recomputed",
-         WORKER + "test_fault_39_a_late_load_is_counted"),
+        (
+            LOADS + "test_fault_39_a_blocked_get_is_recomputed",
+            WORKER + "test_fault_39_a_late_load_is_counted",
+            ON_SHIM + "39_50_",
+            GUARDS + "30_39_",
+        ),
         Mutant("connector/loads.py", "deadline_s=context.config.load_deadline_s,",
                "deadline_s=1e9,"),
     ),
@@ -312,13 +377,19 @@ ROWS: tuple[Row, ...] = (
     Row(
         41, "an idle engine is not woken when a load has failed",
         "connector/vllm_adapter.py:SessionKVConnector.get_block_ids_with_load_errors",
-        (LOADS + "test_fault_41_a_failed_load_wakes_an_idle_engine",),
+        (
+            LOADS + "test_fault_41_a_failed_load_wakes_an_idle_engine",
+            ON_SHIM + "36_38_41_",
+        ),
     ),
     Row(
         44, "part of an object is evicted, and the rest says it is there",
         "store_worker/codec.py:Codec.verify",
-        (LOADS + "test_fault_44_an_evicted_object_is_a_clean_miss_and_is_forgotten",
-         WORKER + "test_fault_44_truncated_objects_are_corrupt"),
+        (
+            LOADS + "test_fault_44_an_evicted_object_is_a_clean_miss_and_is_forgotten",
+            WORKER + "test_fault_44_truncated_objects_are_corrupt",
+            ON_SHIM + "44_",
+        ),
         Mutant("connector/loads.py",
                "if job.outcomes[index] in (BlockOutcome.MISSING, BlockOutcome.CORRUPT):",
                "if False:"),
@@ -331,19 +402,29 @@ ROWS: tuple[Row, ...] = (
     Row(
         48, "a request ends between the plan of a step and its load",
         "connector/loads.py:LoadFlow.done",
-        (BLOCKS + "test_fault_48_a_request_that_ends_between_plan_and_load",),
+        (
+            BLOCKS + "test_fault_48_a_request_that_ends_between_plan_and_load",
+            ON_SHIM + "28_48_",
+        ),
     ),
     Row(
         50, "a store that hangs hangs the engine; a counter that falls raises",
         "connector/vllm_adapter.py:SessionKVPromMetrics.observe",
-        (LOOKUP + "test_fault_50_metrics_never_raise",
-         "tests/contract/test_data_node_worker.py::"
-         "test_fault_50_a_node_that_never_answers_delays_nobody_else"),
+        (
+            LOOKUP + "test_fault_50_metrics_never_raise",
+            "tests/contract/test_data_node_worker.py::"
+            "test_fault_50_a_node_that_never_answers_delays_nobody_else",
+            ON_SHIM + "39_50_",
+        ),
     ),
     Row(
         51, "a lookup blocks the scheduler",
         "connector/loads.py:LoadFlow.match",
-        (LOOKUP + "test_fault_51_a_lookup_never_blocks_the_scheduler",),
+        (
+            LOOKUP + "test_fault_51_a_lookup_never_blocks_the_scheduler",
+            GUARDS + "51_",
+            "tests/integration/test_store_loss.py::test_a_server_that_accepts",
+        ),
         Mutant("connector/loads.py", "if now < tracker.deadline:", "if True:"),
     ),
     Row(
@@ -357,14 +438,20 @@ ROWS: tuple[Row, ...] = (
     Row(
         54, "chunked prefill stores fewer blocks than it computes",
         "connector/planner.py:complete_depth",
-        (BLOCKS + "test_fault_54_chunked_prefill_stores_every_block",),
+        (
+            BLOCKS + "test_fault_54_chunked_prefill_stores_every_block",
+            ON_SHIM + "54_",
+        ),
         Mutant("connector/planner.py", "        tokens // engine.tokens_per_block, len(",
                "        max(0, tokens // engine.tokens_per_block - 1), len("),
     ),
     Row(
         55, "what was stored is never hit",
         "connector/planner.py:turn_end",
-        (LOADS + "test_fault_55_what_was_stored_is_hit",),
+        (
+            LOADS + "test_fault_55_what_was_stored_is_hit",
+            ON_SHIM + "55_",
+        ),
     ),
     Row(
         57, "a model with several cache groups is served half",
@@ -375,18 +462,24 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         60, "decode looks before prefill has stored",
-        "store_worker/index/client.py:IndexClient._tip_due",
-        (LOOKUP + "test_fault_60_decode_waits_for_the_hand_off_and_hits",
-         LOOKUP + "test_fault_60_decode_falls_back_at_its_deadline",
-         "tests/vllm/test_pd_proxy.py::test_conversation_streamed_through_the_proxy"),
+        "store_worker/index/client.py:IndexClient._lookup",
+        (
+            LOOKUP + "test_fault_60_decode_waits_for_the_hand_off_and_hits",
+            LOOKUP + "test_fault_60_decode_falls_back_at_its_deadline",
+            "tests/vllm/test_pd_proxy.py::test_conversation_streamed_through_the_proxy",
+            ON_SHIM + "60_",
+        ),
         Mutant("store_worker/index/client.py",
-               "return self._index.awaited(op.namespace, op.wait_tip)", "return False"),
+               "        if tip and waited_s < op.deadline_s and ", "        if False and "),
     ),
     Row(
         62, "another tensor-parallel size reads the wrong heads",
         "connector/vllm_facts.py:namespace_spec",
-        (KEYS + "test_fault_17_whatever_changes_the_bytes_changes_the_namespace",
-         "tests/vllm/test_variants.py::test_tp2_and_tp1_share_nothing"),
+        (
+            KEYS + "test_fault_17_whatever_changes_the_bytes_changes_the_namespace",
+            "tests/vllm/test_variants.py::test_tp2_and_tp1_share_nothing",
+            "tests/integration/test_tp.py::test_fault_62_",
+        ),
         Mutant("connector/vllm_facts.py",
                "tp_size=vllm_config.parallel_config.tensor_parallel_size", "tp_size=1"),
     ),

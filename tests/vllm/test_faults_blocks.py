@@ -174,6 +174,8 @@ def test_fault_30_every_hold_ends_by_its_deadline(
 ) -> None:
     tokens = prompt(301, 6 * B)
     engine = engines(save_deadline_s=1.0, object_ttl_s=60.0)
+    engine.answer("first", prompt(302, 2 * B), 2, session_id="s")
+    engine.run_all()  # the connection is up, so that no attempt to connect times out
     store.data.pause()
     text = engine.answer("a", tokens, 2, session_id="s")
     assert text.tokens == solo(tokens, 2)
