@@ -74,15 +74,20 @@ class LoadMeta(ReqMeta, frozen=True, tag="load"):
 
 
 class StepMeta(Message, frozen=True):
-    """Everything the worker ranks are to do, sent with one engine step."""
+    """Everything the worker ranks are to do, sent with one engine step.
+
+    revoked: saves that have lost their blocks, to be told to the worker before this step's forward
+    pass, which may overwrite them.
+    """
 
     loads: tuple[LoadMeta, ...] = ()
     saves: tuple[SaveMeta, ...] = ()
+    revoked: tuple[JobId, ...] = ()
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to do."""
-        return not self.loads and not self.saves
+        return not (self.loads or self.saves or self.revoked)
 
 
 class BlockOutcome(enum.IntEnum):

@@ -9,23 +9,20 @@ sent one step later, when they are.
 from __future__ import annotations
 
 from connector import planner
+from connector import saveops as ops
 from connector.context import Context
 from connector.ids import BlockHash, JobId
-from connector.indexmsg import CommitOutcome, DeclineReason, TurnEnd
+from connector.indexmsg import CommitOutcome, DeclineReason
 from connector.ledger import Job, JobState
 from connector.lookup import (
     AbandonOp,
-    AbortOp,
-    CommitOp,
     CommitReply,
-    PrepareOp,
     PrepareReply,
 )
-from connector.meta import JobKind, Placed, SaveMeta
+from connector.meta import JobKind, SaveMeta
 from connector.pressure import Need
 from connector.tracker import RequestTracker
 
-NO_JOB = JobId(0)
 RETRY_S = 1.0
 GRANT_MARGIN_S = 15.0
 
@@ -38,6 +35,7 @@ class SaveFlow:
         self._owner: dict[int, RequestTracker] = {}
         self._ready: list[Job] = []
         self._ask_again: list[RequestTracker] = []
+        self._revoked: list[JobId] = []
 
     # -- plan --------------------------------------------------------------------------------
 
@@ -93,20 +91,7 @@ class SaveFlow:
             return
         context, job = self._context, tracker.window[0]
         job.state = JobState.PREPARING
-        op = PrepareOp(
-            job=job.id,
-            namespace=job.namespace,
-            session=tracker.session,
-            generation=tracker.generation,
-            parent=job.parent,
-            start=job.start,
-            hashes=job.hashes,
-            object_bytes=context.engine.object_bytes,
-            ranks=context.engine.ranks,
-            grant_s=context.config.save_deadline_s + GRANT_MARGIN_S,
-            new_tokens=tracker.turn_tokens,
-            must=tracker.identity.must_save,
-        )
+        op = ops.prepare(context, tracker, job, GRANT_MARGIN_S)
         if not context.post(op):
             self._roll_back(tracker, job)
 
@@ -158,27 +143,7 @@ class SaveFlow:
                 continue
             tracker = self._owner[job.id]
             job.state = JobState.SENT
-            metas.append(
-                SaveMeta(
-                    job=job.id,
-                    request=job.request,
-                    store=job.store,
-                    hashes=job.hashes[job.first :],
-                    blocks=job.blocks[job.first :],
-                    placed=(
-                        Placed(
-                            node=job.node,
-                            count=len(job.blocks) - job.first,
-                            incarnation=job.incarnation,
-                        ),
-                    ),
-                    deadline_s=self._context.config.save_deadline_s,
-                    session=tracker.session,
-                    generation=tracker.generation,
-                    namespace=job.namespace,
-                    grouped=tracker.hit_kind == "tip" and bool(tracker.session),
-                )
-            )
+            metas.append(ops.save_meta(self._context, tracker, job))
         self._ready.clear()
         return tuple(metas)
 
@@ -209,29 +174,11 @@ class SaveFlow:
         job.state = JobState.COMMITTING
         reached = job.start + job.first + job.ok
         last = tracker.finished and (job is tracker.window[-1] or reached < job.depth)
-        if not self._context.post(self._commit_op(tracker, job, reached if last else None)):
+        op = ops.commit(self._context, tracker, job, reached if last else None)
+        if not self._context.post(op):
             self._roll_back(tracker, job)
             return
         tracker.turn_sent = tracker.turn_sent or last
-
-    def _commit_op(self, tracker: RequestTracker, job: Job, end: int | None) -> CommitOp:
-        return CommitOp(
-            job=job.id,
-            namespace=job.namespace,
-            session=tracker.session,
-            generation=tracker.generation,
-            grant=job.grant,
-            node=job.node,
-            saved=job.ok,
-            hashes=job.hashes[job.first :],
-            ranks=self._context.engine.ranks,
-            parent=job.parent,
-            start=job.start,
-            turn_end=None if end is None else self._turn_end(tracker, end),
-        )
-
-    def _turn_end(self, tracker: RequestTracker, depth: int) -> TurnEnd:
-        return planner.turn_end(tracker, depth, self._context.engine)
 
     def committed(self, reply: CommitReply) -> None:
         """The index has answered a commit."""
@@ -265,16 +212,7 @@ class SaveFlow:
         self._owner.pop(job.id)
         self._context.ledger.settle(job)
         if job.grant and job.state is not JobState.COMMITTING:
-            self._context.post(
-                AbortOp(
-                    job=job.id,
-                    namespace=job.namespace,
-                    grant=job.grant,
-                    node=job.node,
-                    hashes=job.hashes[job.first :],
-                    ranks=self._context.engine.ranks,
-                )
-            )
+            self._context.post(ops.abort(self._context, job))
 
     def _roll_back(self, tracker: RequestTracker, job: Job, depth: int | None = None) -> None:
         """The chain ends at `depth` (the job's start) for now: plan again from there, later.
@@ -327,17 +265,7 @@ class SaveFlow:
         self._abandon_if_short(tracker, depth)
         if not tracker.identified or not depth or not tracker.saving:
             return
-        self._context.post(
-            CommitOp(
-                job=NO_JOB,
-                namespace=tracker.namespace,
-                session=tracker.session,
-                generation=tracker.generation,
-                parent=tracker.hash_at(depth),
-                start=depth,
-                turn_end=self._turn_end(tracker, depth),
-            )
-        )
+        self._context.post(ops.touch(self._context, tracker, depth))
 
     def _abandon_if_short(self, tracker: RequestTracker, depth: int) -> None:
         """A hand-off whose tip will never be committed: whoever waits for it should stop."""
@@ -379,14 +307,32 @@ class SaveFlow:
         if job.state in (JobState.QUEUED, JobState.READY):
             self._end(tracker, job)
         else:
-            job.cancelled = True
-            context.ledger.release(job)
+            self._let_go(job)
         self._go_on(tracker)
 
     def drop_holds(self) -> None:
-        """The engine empties its cache: let go of every block. What the workers are reading may be
-        overwritten now, so none of it is ever committed."""
+        """The engine empties its cache: let go of every block, and commit nothing of it."""
         for job in self._context.ledger.jobs():
             if job.kind is JobKind.SAVE and job.held:
-                self._context.ledger.release(job)
                 self.cancel(self._owner[job.id])
+                if job.held:
+                    self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
+        """Give up the blocks of a save that is with the index or the workers.
+
+        They may be overwritten by the next step, and an object's key names its content, not its
+        writer: so the workers are told, and what they send nevertheless fails its checksum. Without
+        checksums nothing would tell it from the truth: then the blocks stay held.
+        """
+        job.cancelled = True
+        if job.state is JobState.SENT and job.ranks_left:
+            if not self._context.config.checksums:
+                return
+            self._revoked.append(job.id)
+        self._context.ledger.release(job)
+
+    def take_revoked(self) -> tuple[JobId, ...]:
+        """Jobs that have lost their blocks since the last call, for this step's metadata."""
+        revoked, self._revoked = tuple(self._revoked), []
+        return revoked

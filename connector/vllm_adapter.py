@@ -313,6 +313,11 @@ class SessionKVConnector(KVConnectorBase_V1):
             self._clock,
         )
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward pass: saves that have lost their blocks end."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.revoke(kv_connector_metadata.step)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMetadata)

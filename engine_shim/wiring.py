@@ -231,6 +231,8 @@ class WorkerHalf:
 
     def start_step(self, meta: object | None) -> None:
         self._meta = meta if isinstance(meta, StepMeta) else None
+        if self._meta is not None and self._worker is not None:
+            self._worker.revoke(self._meta)
 
     def end_step(self) -> None:
         meta, self._meta = self._meta, None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from connector.clock import Clock
 from connector.errors import StoreError, StoreTimeout
-from connector.ids import BlockHash, BlockId, NodeId
+from connector.ids import BlockHash, BlockId, JobId, NodeId
 from connector.meta import BlockOutcome, JobKind, JobResult, LoadMeta, SaveMeta
 from connector.stats import Stats
 from store_worker.backends.base import DataNode
@@ -44,6 +44,11 @@ class Ticket(NamedTuple):
         return self.received + self.meta.deadline_s
 
 
+def _never(job: JobId) -> bool:
+    """Nothing is revoked."""
+    return False
+
+
 def _no_wait(end: float) -> None:
     """Nothing is more urgent."""
 
@@ -55,6 +60,7 @@ class JobContext:
     payload_bytes: of one block, all regions together.
     node: this thread's connection to a node, by name; raises StoreError if there is none.
     give_way: called between batches of a save with the job's end; lets more urgent work pass.
+    revoked: whether a save has lost its blocks; asked after checksums are made, before the put.
     """
 
     rank: int
@@ -65,6 +71,7 @@ class JobContext:
     checksums: bool
     ttl_ms: int
     give_way: Callable[[float], None] = _no_wait
+    revoked: Callable[[JobId], bool] = _never
     stats: Stats = field(default_factory=Stats)
 
 

@@ -39,6 +39,11 @@ def _save_slice(piece: Slice, ticket: Ticket, context: JobContext, outcomes: Out
             hash = piece.hashes[index]
             header = memoryview(codec.pack(hash, parts, context.checksums))
             items.append(PutItem(key_of(ticket, codec, hash), [header, *parts]))
+        if context.revoked(ticket.meta.job):
+            # The checksums may be of somebody else's bytes. Those made before are good, and what
+            # is overwritten after this fails them.
+            outcomes.fill(piece, BlockOutcome.DECLINED)
+            return
         found = _put(context.node(piece.node), items, ticket, context)
         outcomes.put(piece.start + batch.start, found)
         verdict = node_verdict(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from connector.clock import Clock
@@ -160,6 +160,7 @@ class StoreWorker:
             checksums=config.checksums,
             ttl_ms=round(config.object_ttl_s * 1000),
             give_way=give_way,
+            revoked=self._ledger.is_revoked,
         )
         return IoState(connections, context)
 
@@ -186,6 +187,12 @@ class StoreWorker:
             self._take(Ticket(load, received, after), self._loads)
         for save in step.saves:
             self._take(Ticket(save, received, after), self._saves)
+
+    def revoke(self, step: StepMeta) -> None:
+        """Call it before the forward pass of a step: its `revoked` saves have lost their pages,
+        which that pass may overwrite. None of them sends what it has not made a checksum of."""
+        if step.revoked:
+            self._ledger.revoke(step.revoked, {save.job for save in step.saves})
 
     def _take(self, ticket: Ticket, pool: Pool[IoState]) -> None:
         assert self._ledger.begin(ticket.meta.job), f"job {ticket.meta.job} was submitted before"
@@ -276,6 +283,7 @@ class _Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: set[JobId] = set()
+        self._revoked: set[JobId] = set()
         # bounded: by the jobs that the engine itself submits between two polls
         self._results: deque[JobResult] = deque()
         self._stats = Stats()
@@ -288,12 +296,22 @@ class _Ledger:
             self._open.add(job)
             return True
 
+    def revoke(self, jobs: Sequence[JobId], coming: set[JobId]) -> None:
+        """Open jobs, and some that are about to be."""
+        with self._lock:
+            self._revoked |= set(jobs) & (self._open | coming)
+
+    def is_revoked(self, job: JobId) -> bool:
+        with self._lock:
+            return job in self._revoked
+
     def end(self, ticket: Ticket, result: JobResult, more: Mapping[str, int]) -> bool:
         """False if the job has ended before: then this changes nothing."""
         with self._lock:
             if result.job not in self._open:
                 return False
             self._open.remove(result.job)
+            self._revoked.discard(result.job)
             self._results.append(result)
             self._count(ticket, result, more)
         _log(ticket, result)

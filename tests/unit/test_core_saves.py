@@ -268,6 +268,7 @@ def test_blocks_that_somebody_else_promised_to_load_are_not_saved() -> None:
     kit, r = Kit(), request(22)
     kit.arrive(r)
     kit.hit(0)
+    assert kit.match(r) == 0
     kit.allocate(r, 5, 0)  # another connector loads them
     kit.finish(r, 20)  # and the client gives up meanwhile
     assert not kit.index.has(PrepareOp)
@@ -332,6 +333,28 @@ def test_a_reset_of_the_engines_cache_lets_go_of_every_block_at_once() -> None:
     kit.done()
     kit.core.poll()
     assert kit.idle()
+
+
+def test_workers_are_told_of_saves_that_have_lost_their_blocks() -> None:
+    kit, r = Kit(), request()
+    running(kit, r)
+    kit.grant()
+    _, (save,) = kit.step()
+    kit.core.drop_holds()
+    assert kit.core.build_step([]).revoked == (save.job,)
+    assert kit.core.build_step([]).revoked == ()
+
+
+def test_without_checksums_blocks_stay_held_until_the_workers_have_reported() -> None:
+    kit, r = Kit(checksums=False), request()
+    running(kit, r)
+    kit.grant()
+    _, (save,) = kit.step()
+    kit.core.drop_holds()
+    assert len(kit.pool.refs) == 5
+    kit.report(save)
+    assert not kit.pool.refs
+    assert not kit.index.has(CommitOp)
 
 
 def test_reset_moves_only_this_engine_to_another_epoch() -> None:

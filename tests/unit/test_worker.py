@@ -10,8 +10,8 @@ import pytest
 
 from connector.clock import ManualClock, SystemClock
 from connector.errors import StoreUnavailable
-from connector.ids import NO_SESSION, Namespace, NodeId
-from connector.meta import JobKind, Placed, StepMeta
+from connector.ids import NO_SESSION, JobId, Namespace, NodeId
+from connector.meta import BlockOutcome, JobKind, Placed, StepMeta
 from connector.session import short
 from store_worker import worker as worker_module
 from store_worker.codec import HEADER_BYTES
@@ -422,3 +422,13 @@ def test_the_log_line_names_the_session_as_a_digest(caplog: pytest.LogCaptureFix
     [line] = [r.message for r in caplog.records if r.message.startswith("save ")]
     assert f"session={short(SESSION)}" in line and "blocks=2 ok=2" in line
     assert SESSION.hex() not in line
+
+
+def test_a_save_that_has_lost_its_pages_sends_nothing_of_what_they_hold_now() -> None:
+    rig = Rig()
+    rig.fill(range(3), 50)
+    job = rig.save(range(3), 50)
+    rig.worker.revoke(StepMeta(revoked=(job, JobId(999_999))))
+    rig.fill(range(3), 90)  # somebody else's, from here on
+    assert rig.outcomes() == [BlockOutcome.DECLINED] * 3
+    assert not rig.stores[0].values
