@@ -46,6 +46,8 @@ def test_fault_04_no_block_is_handed_out_while_it_is_being_saved() -> None:
             shim.run_until(lambda: len(other.tokens) > 1, "the other request")
             table = set(shim.core.scheduler.requests["b"].block_ids)
             assert len(held) == 6 and table and not held & table
+            pool = shim.core.scheduler.pool
+            assert all(pool.refs(block) for block in held), "they could be handed out"
             shim.run_until(lambda: other.finished, "the other request's end")
         shim.run_all()
         more = fleet.engine().answer("c", first.prompt, 2, session="s")
@@ -392,7 +394,8 @@ def hand_off(fleet: Fleet, shim: Shim, prompt: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_fault_60_decode_waits_for_the_hand_off(mode: str) -> None:
-    with Fleet(engine={"async_scheduling": mode == "async"}, pd_wait_s=30.0) as fleet:
+    ahead = {"async_scheduling": mode == "async"}
+    with Fleet(engine=ahead, pd_wait_s=30.0, save_wait_s=0.0) as fleet:
         prefill, decode = fleet.engine(pd_role="prefill"), fleet.engine(pd_role="decode")
         prompt = some_tokens("handed", 30)
         with Gate(fleet.data, "put") as gate:

@@ -62,7 +62,7 @@ def test_fault_01_a_preempted_requests_save_keeps_its_bytes(mode: str) -> None:
     ) as fleet:
         shim, reader = fleet.engine(), fleet.engine()
         with Gate(fleet.data, "put") as gate:
-            first = shim.ask("first", some_tokens("first", 20), 58)
+            first = shim.ask("first", some_tokens("first", 20), 35)
             victim = shim.ask("victim", some_tokens("victim", 25), 30, session="v")
             shim.run_until(gate.reached, "a save on its way")
             state = shim.core.scheduler.requests["victim"]
