@@ -130,9 +130,19 @@ class Owner:
 
 
 class MooncakeCluster:
-    """A master and `owners`; a context manager."""
+    """A master and `owners`; a context manager.
 
-    def __init__(self, sizes: tuple[int, ...] = (256 << 20, 256 << 20)) -> None:
+    lease_ms, client_ttl_s: of the master. A machine that stands still for longer loses reads, or
+    segments.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...] = (256 << 20, 256 << 20),
+        lease_ms: int = LEASE_MS,
+        client_ttl_s: int = CLIENT_TTL_S,
+    ) -> None:
+        self._lease_ms, self._client_ttl_s = lease_ms, client_ttl_s
         self.folder = Path(tempfile.mkdtemp(prefix="skv-moon-"))
         self.port, self.metadata_port, self.admin_port = (free_port() for _ in range(3))
         self.metadata = f"http://127.0.0.1:{self.metadata_port}/metadata"
@@ -157,7 +167,8 @@ class MooncakeCluster:
         command += ["--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"]
         command += [f"--http_metadata_server_port={self.metadata_port}"]
         command += [f"--metrics_port={self.admin_port}", "--metrics_host=127.0.0.1"]
-        command += [f"--default_kv_lease_ttl={LEASE_MS}", f"--client_ttl={CLIENT_TTL_S}"]
+        command += [f"--default_kv_lease_ttl={self._lease_ms}"]
+        command += [f"--client_ttl={self._client_ttl_s}"]
         command += ["--logtostderr=1"]
         with (self.folder / "master").open("ab") as log:
             self._master = subprocess.Popen(
