@@ -54,7 +54,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             CORE + "saves.py::test_preemption_does_not_touch_what_is_being_saved",
             "tests/integration/test_preemption.py::"
-            "test_fault_01_a_preempted_requests_save_keeps_its_bytes[sync]",
+            "test_fault_01_a_preempted_requests_save_keeps_its_bytes[short-sync]",
             SHIM + "04_no_block_is_handed_out_while_it_is_being_saved",
         ),
         (1, 4, 12),
