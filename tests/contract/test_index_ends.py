@@ -179,6 +179,33 @@ def test_lost_blocks_are_found_no_more_and_can_be_saved_again(drive: Drive) -> N
     d.sound()
 
 
+def test_a_lost_part_may_be_saved_again_in_parts(drive: Drive) -> None:
+    d, c = drive(), chain("c", 10)
+    d.save(c, session=S)
+    d.index.freed(d.index.forget(NS, c, A, d.now), d.now)
+    assert d.depth(c) == 0
+    for stop, depth in ((3, 3), (4, 4), (10, 10)):
+        granted = d.ask(c[:stop], 0, S)
+        assert isinstance(granted, Granted)
+        d.settle(granted, stop - granted.first_missing, S)
+        assert d.depth(c) == depth
+        d.sound()
+    assert d.index.nodes()[0].stored == 10 * BLOCK
+
+
+def test_a_hold_moves_up_when_all_below_it_is_evicted(drive: Drive) -> None:
+    d = drive(blocks=16, high_water=1.0)
+    c = chain("c", 8)
+    d.save(c[:4], session=S)
+    d.save(c, 4, S, object_bytes=2 * BLOCK)  # another size: a run of its own
+    d.at(1).save(chain("new", 12))
+    assert d.listed(c) == 4
+    d.sound()
+    assert d.index.session(S).blocks == 4  # type: ignore[union-attr]
+    assert d.index.close(S, d.now).blocks == 4
+    d.sound()
+
+
 def test_what_lies_behind_lost_blocks_is_swept_after_a_minute(drive: Drive) -> None:
     d, c = drive(), chain("c", 300)
     for at in range(0, 300, 100):

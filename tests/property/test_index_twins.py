@@ -204,6 +204,25 @@ class Twins(RuleBasedStateMachine):
             if save.saved >= 0:
                 self._commit(*self.grants[-1], saved=save.saved, turn=save.turn)
 
+    @rule(save=saves, low=depths, count=st.integers(1, 9), saved=st.integers(1, 9))
+    def lose_and_save(self, save: Save, low: int, count: int, saved: int) -> None:
+        """Part of a chain is lost and saved again, not always the whole part."""
+        self.save(save._replace(back=0, blocks=13, saved=13))
+        gone = self.both("forget", save.ns, save.c[low : low + count], NodeId(""), self.now)
+        self.both("freed", gone, self.now)
+        back = sum(self.both("probe", save.ns, save.c)) - low
+        self.save(save._replace(back=back, blocks=saved, saved=13))
+
+    @rule(session=st.sampled_from(SESSIONS[1:]), node=st.sampled_from(NODES), ns=namespaces)
+    def push_out(self, session: Any, node: NodeId, ns: Any) -> None:
+        """A chain in several runs (sizes differ), then pressure on its node."""
+        c = CHAINS[0]
+        for blocks, how in ((2, HOWS[0]), (2, How(size=2)), (1, HOWS[0])):
+            self.save(Save(c, 0, blocks, session, ns, [node], how, 13, True))
+        for other in CHAINS[-3:]:
+            self.now += 1
+            self.save(Save(other, 0, 13, NO_SESSION, ns, [node], How(must=True), 13, True))
+
     # Rules are drawn alike: these make saves as frequent as everything that undoes them.
     save_1 = rule(save=saves)(save)
     save_2 = rule(save=saves)(save)
@@ -379,7 +398,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.timeout(300)
 def test_twins_on_a_real_server(server: Server) -> None:
     with server.client() as client:
-        run_twins(client, examples=60, steps=60)
+        run_twins(client, examples=100, steps=40)
 
 
 @pytest.mark.timeout(300)
