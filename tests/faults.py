@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,8 @@ class Mutant:
 class Row:
     """fault: what must not happen. guard: `path:name` of a function or class.
 
-    tests: `path::name`; a name may be the start of a parametrised one.
+    tests: `path::name` of those on vLLM's own scheduler, and of others without the number in their
+    name; a name may be the start of one. `numbered_tests` has all that carry the number.
     """
 
     number: int
@@ -514,6 +516,19 @@ def functions_of(path: str) -> Iterator[str]:
                 yield from walk(child, f"{prefix}{child.name}.")
 
     return walk(ast.parse((ROOT / path).read_text(encoding="utf-8")), "")
+
+
+def numbered_tests() -> dict[int, list[str]]:
+    """Every test that carries a row's number in its name (`test_fault_28_48_...`), by number."""
+    found: dict[int, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for function in functions_of(name):
+            start = re.match(r"test_fault((?:_\d+)+)_", function.split(".")[-1])
+            numbers = {int(text) for text in start[1].split("_")[1:]} if start else set()
+            for number in numbers & KNOWN:
+                found.setdefault(number, []).append(f"{name}::{function}")
+    return found
 
 
 # ---- the proof --------------------------------------------------------------------------------

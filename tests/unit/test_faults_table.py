@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.faults import KNOWN, LEFT_OUT, ROOT, ROWS, Row, functions_of
+from tests.faults import KNOWN, LEFT_OUT, ROOT, ROWS, Row, functions_of, numbered_tests
 
 BY_NUMBER = [pytest.param(row, id=f"fault {row.number}") for row in ROWS]
 
@@ -39,3 +39,7 @@ def test_every_known_fault_has_a_row_or_a_reason() -> None:
     assert set(numbers) | set(LEFT_OUT) == KNOWN
     assert not set(numbers) & set(LEFT_OUT)
     assert all(len(reason) > 40 for reason in LEFT_OUT.values())
+
+
+def test_a_number_in_a_tests_name_is_a_rows() -> None:
+    assert set(numbered_tests()) <= {row.number for row in ROWS}
