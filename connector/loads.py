@@ -73,6 +73,7 @@ class LoadFlow:
         tracker.store = reply.store
         tracker.hit_kind = "tip" if reply.outcome is LookupOutcome.HIT_TIP else "shared"
         tracker.slices, tracker.known = reply.slices, reply.depth
+        tracker.turn_start = reply.turn_start
         tracker.lease_until = self._context.clock.now() + self.lease_s - LEASE_MARGIN_S
         if all(job.cancelled for job in tracker.window):
             tracker.planned = tracker.committed = reply.depth

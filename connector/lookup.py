@@ -70,7 +70,8 @@ class LookupReply(Struct, frozen=True):
     """Answer to a LookupOp. `depth` blocks can be loaded, as `slices` say.
 
     session and generation are what later operations of the request carry; store is the index's
-    incarnation. round_trips: how many the client needed.
+    incarnation. round_trips: how many the client needed. turn_start: depth that the session's
+    turn before had on this chain, stored or not; of a first turn, what others have stored.
     """
 
     ticket: int
@@ -84,6 +85,7 @@ class LookupReply(Struct, frozen=True):
     slices: tuple[RunSlice, ...] = ()
     round_trips: int = 0
     seconds: float = 0.0
+    turn_start: int = 0
 
 
 class PrepareOp(Struct, frozen=True):
@@ -121,7 +123,7 @@ class CommitOp(Struct, frozen=True):
 
     hashes: all hashes of the grant, parent first_missing as in the PrepareReply; the client
     PERSISTs the objects of the saved ones after the commit. With grant 0: a touch of the chain
-    that ends with `parent` at depth `start`.
+    that ends with `parent` at depth `start`; `beyond`: see `indexmsg.CommitRequest`.
     """
 
     job: JobId
@@ -136,6 +138,7 @@ class CommitOp(Struct, frozen=True):
     parent: BlockHash = NO_HASH
     start: int = 0
     turn_end: TurnEnd | None = None
+    beyond: BlockHash = NO_HASH
 
 
 class CommitReply(Struct, frozen=True):

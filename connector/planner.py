@@ -82,16 +82,26 @@ def next_save(tracker: RequestTracker, complete: int, blocks_max: int) -> tuple[
     return tracker.planned, min(complete, tracker.planned + blocks_max)
 
 
+def new_tokens(tracker: RequestTracker, engine: Engine) -> int:
+    """Tokens of the prompt past what the session's turn before had (in a first turn, past what
+    others have stored). Whether they had to be computed again does not matter: a policy's class
+    says what a conversation is like, not what the store made of it."""
+    return max(0, tracker.request.num_prompt_tokens - tracker.turn_start * engine.tokens_per_block)
+
+
 def turn_end(tracker: RequestTracker, depth: int, engine: Engine) -> TurnEnd:
     """Boundaries to remember: the last whole block of the prompt and of the reply, and the one
-    before each, as far as `depth` blocks are in the store."""
+    before each, as far as `depth` blocks are in the store; those of the prompt also if the policy
+    declined it, so that the next turn is known for one."""
     prompt = tracker.request.num_prompt_tokens // engine.tokens_per_block
-    marks = {d for end in (prompt, depth) for d in (end, end - 1) if 0 < d <= depth}
+    prompt = min(prompt, len(tracker.request.block_hashes))
+    reach = max(depth, prompt) if tracker.declined else depth
+    marks = {d for end in (prompt, depth) for d in (end, end - 1) if 0 < d <= reach}
     return TurnEnd(
         boundaries=tuple(
             Boundary(depth=d, hash=tracker.hash_at(d)) for d in sorted(marks, reverse=True)
         ),
-        new_tokens=tracker.turn_tokens,
+        new_tokens=new_tokens(tracker, engine),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from connector import planner
 from connector.context import Context
-from connector.ids import JobId
+from connector.ids import NO_HASH, JobId
 from connector.ledger import Job
 from connector.lookup import AbortOp, CommitOp, PrepareOp
 from connector.meta import Placed, SaveMeta
@@ -29,7 +29,7 @@ def prepare(context: Context, tracker: RequestTracker, job: Job, margin_s: float
         object_bytes=context.engine.object_bytes,
         ranks=context.engine.ranks,
         grant_s=context.config.save_deadline_s + margin_s,
-        new_tokens=tracker.turn_tokens,
+        new_tokens=planner.new_tokens(tracker, context.engine),
         must=tracker.identity.must_save,
     )
 
@@ -71,7 +71,8 @@ def commit(context: Context, tracker: RequestTracker, job: Job, end: int | None)
 
 
 def touch(context: Context, tracker: RequestTracker, depth: int) -> CommitOp:
-    """The turn has ended at `depth` with nothing left to save."""
+    """The turn has ended at `depth` with nothing left to save, or nothing that is let in."""
+    further = tracker.declined and depth < len(tracker.request.block_hashes)
     return CommitOp(
         job=NO_JOB,
         namespace=tracker.namespace,
@@ -80,6 +81,7 @@ def touch(context: Context, tracker: RequestTracker, depth: int) -> CommitOp:
         parent=tracker.hash_at(depth),
         start=depth,
         turn_end=planner.turn_end(tracker, depth, context.engine),
+        beyond=tracker.hash_at(depth + 1) if further else NO_HASH,
     )
 
 

@@ -132,6 +132,7 @@ class SaveFlow:
             self._lost_parent(tracker)
         elif reason in (DeclineReason.STALE_GENERATION, DeclineReason.NOT_WORTH):
             tracker.saving = False
+            tracker.declined = reason is DeclineReason.NOT_WORTH
 
     # -- send and report ---------------------------------------------------------------------
 
@@ -263,7 +264,8 @@ class SaveFlow:
         tracker.turn_sent = True
         depth = tracker.committed
         self._abandon_if_short(tracker, depth)
-        if not tracker.identified or not depth or not tracker.saving:
+        # A turn that the policy declined counts too: or it would never know who comes back.
+        if not tracker.identified or not (tracker.declined or (depth and tracker.saving)):
             return
         self._context.post(ops.touch(self._context, tracker, depth))
 

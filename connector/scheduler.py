@@ -256,7 +256,6 @@ class ConnectorScheduler:
                 continue
             done = part.num_computed_tokens + part.num_scheduled_tokens
             tracker.computed = done
-            tracker.turn_tokens += part.num_scheduled_tokens
             if part.num_scheduled_tokens >= PREFILL_TOKENS_MIN:
                 prefill_tokens += part.num_scheduled_tokens
             if done // self._context.engine.tokens_per_block > tracker.planned and tracker.saving:

@@ -74,6 +74,7 @@ class RequestTracker:
     planned: depth up to which saves are planned. usable_max: bad blocks seen, load nothing deeper.
     computed: tokens whose KV exists once the last step it was in has run: an engine also counts
     tokens as computed that somebody has only promised to load.
+    turn_start: depth that the turn before had. declined: the policy let no more of it in.
     """
 
     request: RequestLike
@@ -103,7 +104,8 @@ class RequestTracker:
     regained: bool = False
     finished: bool = False
     turn_sent: bool = False
-    turn_tokens: int = 0
+    turn_start: int = 0
+    declined: bool = False
     hints: tuple[HintOp, ...] = ()
     counted: bool = False
 

@@ -289,7 +289,7 @@ class IndexClient:
             store=identity.incarnation,
             depth=found.acquired.depth,
             slices=found.acquired.slices,
-            round_trips=found.round_trips,
+            round_trips=found.round_trips, turn_start=found.turn_start,
             seconds=self._clock.now() - item.posted,
         )
 
@@ -358,7 +358,7 @@ class IndexClient:
                 saved=op.saved,
                 parent=op.parent,
                 start=op.start,
-                turn_end=op.turn_end,
+                turn_end=op.turn_end, beyond=op.beyond,
             )
         )
         self._after_commit(op, answer)

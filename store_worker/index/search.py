@@ -24,12 +24,14 @@ Candidates = list[tuple[BlockHash, int]]
 
 
 class Found(NamedTuple):
-    """What a lookup found. round_trips: calls to the index."""
+    """What a lookup found. round_trips: calls to the index. turn_start: depth that the session's
+    turn before had on this chain, stored or not; of a first turn, what others have stored."""
 
     recalled: Recalled
     acquired: Acquired
     outcome: LookupOutcome
     round_trips: int
+    turn_start: int = 0
 
 
 def find(
@@ -50,14 +52,15 @@ def find(
         acquired = index.acquire(namespace, candidates(best.depth, hashes), lease_s, session)
         trips += 1
         if acquired.depth:
-            return Found(recalled, acquired, LookupOutcome.HIT_TIP, trips)
+            return Found(recalled, acquired, LookupOutcome.HIT_TIP, trips, best.depth)
     depth, probes = search(index, namespace, hashes)
     trips += probes
+    start = depth if best is None else best.depth
     if not depth and not recalled.home:
-        return Found(recalled, Acquired(depth=0), LookupOutcome.MISS, trips)
+        return Found(recalled, Acquired(depth=0), LookupOutcome.MISS, trips, start)
     acquired = index.acquire(namespace, candidates(depth, hashes), lease_s, session)
     outcome = LookupOutcome.HIT_SHARED if acquired.depth else LookupOutcome.MISS
-    return Found(recalled, acquired, outcome, trips + 1)
+    return Found(recalled, acquired, outcome, trips + 1, start)
 
 
 def best_boundary(

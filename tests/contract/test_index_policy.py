@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from connector.indexmsg import Declined, DeclineReason
+from connector.ids import Generation
+from connector.indexmsg import Boundary, CommitRequest, Declined, DeclineReason, TurnEnd
+from store_worker.index import search
 from store_worker.policy import LRU_TABLE, NUM_CLASSES, ReturnPolicy, ScoreTable, Turn, class_of
 from tests.contract.index_fixtures import Drive, drive, index_servers  # noqa: F401
-from tests.index_kit import chain, key
+from tests.index_kit import NS, chain, key
 
 ROOM_TRIES = 4
 
@@ -76,3 +78,27 @@ def test_a_learnt_table_declines_what_never_returns(drive: Drive) -> None:  # no
     d.save(chain("large", 2), new_tokens=50_000, must=True)
     assert d.listed(small) == 2, "a hand-off is never declined"
     d.sound()
+
+
+def test_a_turn_that_was_declined_is_known_for_one(drive: Drive) -> None:  # noqa: F811
+    d = drive(blocks=100)
+    session, first = key("s"), chain("a", 4)
+    longer = chain("b", 2, first)
+    told = TurnEnd((Boundary(4, first[3]), Boundary(3, first[2])), 3000)
+    touch = CommitRequest(
+        namespace=NS, session=session, generation=Generation(0), turn_end=told, beyond=first[0]
+    )
+    at = d.now
+    assert d.index.commit(touch, d.now).outcome == "ok"
+    d.at(60).save(longer, session=session, new_tokens=500)
+    _, events = d.index.turns()
+    assert [(e.cls, e.previous, e.gap_ms) for e in events if isinstance(e, Turn)] == [
+        (class_of(1, 3000), -1, 0),
+        (class_of(2, 500), class_of(1, 3000), d.now - at),
+    ]
+    other = key("declined twice")
+    again = CommitRequest(namespace=NS, session=other, turn_end=told, beyond=first[0])
+    assert d.index.commit(again, d.now).outcome == "ok"
+    d.index.forget(NS, longer, d.nodes[0], d.now)
+    found = search.find(d.index, NS, other, longer, 0.0)
+    assert (found.acquired.depth, found.turn_start) == (0, 4), "what it had, not what is stored"
