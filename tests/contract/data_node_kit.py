@@ -49,7 +49,8 @@ def connector_to(url: str, clock: SystemClock) -> Callable[..., DataNode]:
 
 
 def node_config(url: str, **keys: object) -> Config:
-    return parse_config({"store": url, **keys})
+    # A loaded machine must not look like a server that is away.
+    return parse_config({"store": url, "connect_timeout_s": 15.0, **keys})
 
 
 @contextlib.contextmanager
