@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from connector import planner
 from connector.context import Context
-from connector.ids import BlockHash, BlockId, NodeId
+from connector.ids import BlockHash, BlockId, JobId, NodeId
 from connector.ledger import Job, JobState
 from connector.lookup import ForgetOp, LookupOp, LookupOutcome, LookupReply, RenewOp
 from connector.meta import BlockOutcome, JobKind, LoadMeta
@@ -248,3 +248,12 @@ class LoadFlow:
             context.post(
                 ForgetOp(namespace=job.namespace, hashes=tuple(hashes), node=node)
             )
+
+    def check_integrity(self) -> list[str]:
+        """What is kept for nobody; empty when sound."""
+        context = self._context
+        found = [f"load {job} has an owner and is not open" for job in self._owner
+                 if context.ledger.get(JobId(job)) is None]  # fmt: skip
+        if self._by_ticket and not context.index.pending():
+            found.append(f"{len(self._by_ticket)} lookups are waited for and none is asked")
+        return found

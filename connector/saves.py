@@ -338,3 +338,12 @@ class SaveFlow:
         """Jobs that have lost their blocks since the last call, for this step's metadata."""
         revoked, self._revoked = tuple(self._revoked), []
         return revoked
+
+    def check_integrity(self) -> list[str]:
+        """What is kept for nobody; empty when sound."""
+        ledger = self._context.ledger
+        return [
+            f"save {job} has an owner and is not open"
+            for job in self._owner
+            if ledger.get(JobId(job)) is None
+        ]

@@ -357,4 +357,5 @@ class ConnectorScheduler:
 
     def check_integrity(self) -> list[str]:
         """Violations seen from this side; empty when sound."""
-        return self._context.ledger.check_integrity()
+        found = self._context.ledger.check_integrity()
+        return found + self._loads.check_integrity() + self._saves.check_integrity()

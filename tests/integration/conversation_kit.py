@@ -38,7 +38,7 @@ from engine_shim.wiring import SchedulerHalf, WorkerHalf, parse_flag, payload_by
 from store_worker.assemble import open_worker_side
 from store_worker.backends.base import DataNode
 from store_worker.backends.factory import node_id
-from store_worker.backends.memory import MemoryStore, memory_store
+from store_worker.backends.memory import MemoryStore, Value, memory_store
 from store_worker.index import SessionIndex, open_index
 from store_worker.index.locked import locked
 from store_worker.keys import parse_object_key
@@ -453,6 +453,18 @@ class Fleet:
         """The one memory node."""
         (url,) = self.data_urls
         return memory_store(url)
+
+    def objects(self) -> dict[bytes, Value]:
+        """What the memory node holds, once the janitors are done with what was committed: they
+        look at it again a moment later."""
+        data = self.data
+
+        def kept() -> bool:
+            with data.lock:
+                return all(value.expires is None for value in data.values.values())
+
+        eventually(kept, DEADLINE_S, "committed objects to be kept")
+        return data.values
 
     def namespace(self) -> Namespace:
         return Namespace(bytes.fromhex(self.engines[0].counters()["namespace"]))

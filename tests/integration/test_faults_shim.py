@@ -158,7 +158,7 @@ def change_stored(
     fleet: Fleet, talk: Talk, index: int, rank: int, spoil: Callable[[bytes, bytes], bytes]
 ) -> None:
     """Change one rank's object of one block; `other` is the next block's."""
-    chain, values = fleet.chain(talk.history), fleet.data.values
+    chain, values = fleet.chain(talk.history), fleet.objects()
     keys = {}
     for key in values:
         name = parse_object_key(key)
@@ -171,7 +171,7 @@ def change_stored(
 def drop_stored(fleet: Fleet, tokens: list[int], index: int, ranks: tuple[int, ...]) -> None:
     """The store has lost some ranks' objects of one block."""
     block = fleet.chain(tokens)[index]
-    for key in list(fleet.data.values):
+    for key in list(fleet.objects()):
         if key.endswith(block) and rank_of(key) in ranks:
             del fleet.data.values[key]
 
@@ -214,7 +214,7 @@ def test_fault_27_reset_moves_this_engine_and_nobody_else() -> None:
         mine, its, reader = fleet.engine(), fleet.engine(), fleet.engine()
         talk = Talk(fleet, "s", 30)
         talk.turn(mine)
-        objects = dict(fleet.data.values)
+        objects = dict(fleet.objects())
         old = mine.counters()["namespace"]
         assert mine.core.reset_prefix_cache(reset_external=True)
         assert mine.counters()["namespace"] != old == its.counters()["namespace"]

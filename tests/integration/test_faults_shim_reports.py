@@ -44,7 +44,7 @@ def forget_objects(fleet: Fleet, tokens: list[int], *indices: int) -> None:
     """The store has lost these blocks of a chain."""
     chain = fleet.chain(tokens)
     lost = {chain[index] for index in indices}
-    for key in list(fleet.data.values):
+    for key in list(fleet.objects()):
         if key[-32:] in lost and rank_of(key) == 0:
             del fleet.data.values[key]
 

@@ -39,7 +39,7 @@ def moved(fleet: Fleet, **reader: Any) -> Shim:
 
 def swap_stored(fleet: Fleet, one: BlockHash, other: BlockHash) -> None:
     """Two stored blocks change places, under their own headers."""
-    values = fleet.data.values
+    values = fleet.objects()
     keys = {name.hash: key for key in values if (name := parse_object_key(key)) is not None}
     first, second = values[keys[one]], values[keys[other]]
     for key, mine, its in ((keys[one], first, second), (keys[other], second, first)):
@@ -103,7 +103,7 @@ def test_one_changed_byte_of_kv_is_another_text() -> None:
         talk = Talk(fleet, "s", 6 * writer.block + 3)
         talk.turn(writer)
         chain = fleet.chain(talk.history)
-        for key, value in list(fleet.data.values.items()):
+        for key, value in list(fleet.objects().items()):
             name = parse_object_key(key)
             if name is not None and name.hash == chain[2]:
                 data = bytearray(value.data)
