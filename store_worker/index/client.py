@@ -382,8 +382,8 @@ class IndexClient:
     def _close(self, op: CloseOp) -> CloseReply:
         session = self._key(op.session_id, op.cache_salt)
         blocks = 0
-        for _ in range(CLOSE_CALLS_MAX):
-            closed = self._index.close(session)
+        for call in range(CLOSE_CALLS_MAX):
+            closed = self._index.close(session, resume=call > 0)
             blocks += closed.blocks
             self._delete(closed.victims)
             if not closed.more:
