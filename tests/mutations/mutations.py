@@ -259,7 +259,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a turn leaves no boundaries",
         "connector/planner.py",
-        "for d in (end, end - 1) if 0 < d <= depth}",
+        "for d in (end, end - 1) if 0 < d <= reach}",
         "for d in (end, end - 1) if False}",
         (
             CORE + "saves.py::test_a_turn_ends_with_the_boundaries_of_prompt_and_reply",
