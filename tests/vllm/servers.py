@@ -45,6 +45,11 @@ LOGGING = {
 }
 
 
+# Deadlines for a machine that runs several engines on few cores. A test that times out a lookup or
+# a call to the index sets its own; that the printed flag alone is enough is shown without these.
+PATIENCE: dict[str, object] = {"lookup_deadline_s": 20.0, "index_timeout_s": 20.0}
+
+
 def transfer_config(store: object, **extra: object) -> dict[str, object]:
     """The value of `--kv-transfer-config` as the README prints it, with this store."""
     return {

@@ -1,5 +1,5 @@
-"""A conversation moves between two vLLM servers on one Redis, started with the one flag that the
-README prints. A third server, without a connector, says what is right.
+"""A conversation moves between two vLLM servers on one Redis. A third server, without a connector,
+says what is right.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.vllm.dialogs import (
 )
 from tests.vllm.servers import (
     MODEL_NAME,
+    PATIENCE,
     TOKENS_PER_BLOCK,
     Spec,
     VllmServer,
@@ -57,7 +58,7 @@ class Pair:
 def pair(reference: Reference) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         redis = stack.enter_context(Server(memory="1gb", tcp=True))
-        transfer = transfer_config(redis.tcp_url)
+        transfer = transfer_config(redis.tcp_url, **PATIENCE)
         flags = ("--enable-scale-out",)  # the tokens-in entrance
         specs = [Spec(name, transfer, blocks=2048, flags=flags) for name in "ab"]
         servers = stack.enter_context(running(*specs))

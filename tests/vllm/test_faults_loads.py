@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from store_worker.codec import HEADER_BYTES
 from tests.vllm.conftest import Engines, Solo, Store
 from tests.vllm.scheduler_kit import B, Engine, Text, prompt
 
@@ -126,6 +127,22 @@ def test_fault_13_another_objects_bytes_are_a_miss(
     assert counted(reader, "load_blocks_failed") >= 1
     assert reader.stats.get("load_objects{outcome=CORRUPT}", 0) >= 1
     reader.assert_empty()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_control_two_payloads_that_change_places_are_noticed(
+    engines: Engines, store: Store, solo: Solo, checksums: bool
+) -> None:
+    """Without the checksum the text is wrong: so equal text proves equal blocks."""
+    saved(engines(checksums=checksums), PROMPT)
+    first, second = sorted(objects := store.objects())[:2]
+    with store.data.client() as client:
+        for key, other in ((first, second), (second, first)):
+            client.set(key, objects[key][:HEADER_BYTES] + objects[other][HEADER_BYTES:])
+    reader = engines(checksums=checksums)
+    text = reader.answer("a", PROMPT, max_tokens=8, session_id="s")
+    assert (text.tokens == solo(PROMPT, 8)) == checksums
+    assert (counted(reader, "load_blocks_failed") > 0) == checksums
 
 
 def test_fault_14_a_load_that_hangs_ends_at_its_deadline(

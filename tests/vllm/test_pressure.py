@@ -190,6 +190,7 @@ def test_killed_in_mid_run_it_leaves_nothing_for_ever(
     stream = small.stream(turn.messages, "last", tokens=1000)
     next(iter(stream))
     small.server.signal(signal.SIGTERM)
+    stream.close()  # vLLM's API server waits for its clients, though the engine is gone
     small.server.wait_exit(60)
     eventually(lambda: not small.server.group(), 60, "the end of every process")
     with small.data.client() as client:

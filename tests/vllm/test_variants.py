@@ -15,6 +15,7 @@ import pytest
 from tests.servers import Server
 from tests.vllm.dialogs import Reference, StoreView, assert_cached, chat, client_of, follow
 from tests.vllm.servers import (
+    PATIENCE,
     TOKENS_PER_BLOCK,
     Spec,
     VllmServer,
@@ -61,7 +62,7 @@ class Variants:
 def variants(reference: Reference) -> Iterator[Variants]:
     with contextlib.ExitStack() as stack:
         redis = stack.enter_context(Server(memory="1gb", tcp=True))
-        plain = transfer_config(redis.tcp_url)
+        plain = transfer_config(redis.tcp_url, **PATIENCE)
         by_path = {**plain, "kv_connector_module_path": "connector"}
         drain = ("--shutdown-timeout", str(DRAIN_S))
         specs = [
@@ -107,7 +108,7 @@ def test_at_tp2_a_block_is_found_on_every_rank(variants: Variants, reference: Re
         reply = chat(client, turn.messages, "ranks")
         assert reply.text == turn.reply.text
         if index:
-            assert reply.cached_tokens >= dialog.need(index)
+            assert reply.cached_tokens >= dialog.need(index), variants.servers["tp2"].troubles()
         covered = turn.reply.prompt_tokens // TOKENS_PER_BLOCK
         variants.view.wait_for("ranks", covered)
         variants.empty("tp2")
