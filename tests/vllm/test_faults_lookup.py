@@ -186,7 +186,7 @@ def test_fault_60_decode_waits_for_the_hand_off_and_hits(
     prefill = engines(pd_role="prefill", connect_timeout_s=30.0)
     store.data.pause()
     text = prefill.answer("p", tokens, 1, session_id="s")
-    decode = engines(pd_role="decode", pd_wait_s=20.0)
+    decode = engines(pd_role="decode", pd_wait_s=20.0, save_wait_s=0.0)
     params = {"kv_transfer_params": text.params}
     waiting = decode.ask("d", tokens, 8, session_id="s", extra_args=params)
     for _ in range(50):
