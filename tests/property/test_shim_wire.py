@@ -15,6 +15,8 @@ from engine_shim.protocol import PROTOCOL_VERSION, EngineCoreRequest
 NAMES = list(EngineCoreRequest.__struct_fields__)
 REQUIRED = 9
 TEXT = st.text(max_size=12)
+# MessagePack has no wider integers; the entrances refuse them.
+ON_THE_WIRE = st.integers(-(1 << 63), (1 << 64) - 1)
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "request_id": TEXT,
@@ -36,7 +38,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "resumable": st.booleans(),
     "external_req_id": st.none() | TEXT,
     "reasoning_ended": st.none() | st.booleans(),
-    "reasoning_parser_kwargs": st.none() | st.dictionaries(TEXT, st.integers(), max_size=2),
+    "reasoning_parser_kwargs": st.none() | st.dictionaries(TEXT, ON_THE_WIRE, max_size=2),
     "abort_immediately": st.booleans(),
     "session_id": st.none() | TEXT,
     "kv_hints": st.none(),

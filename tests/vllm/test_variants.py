@@ -113,7 +113,9 @@ def test_at_tp2_a_block_is_found_on_every_rank(variants: Variants, reference: Re
         variants.view.wait_for("ranks", covered)
         variants.empty("tp2")
     loaded = variants.servers["tp2"].metrics("vllm:session_kv_")
-    assert loaded["vllm:session_kv_tokens_loaded_total"] >= dialog.need(1) + dialog.need(2)
+    assert loaded["vllm:session_kv_tokens_loaded_total"] >= dialog.need(1) + dialog.need(2), (
+        variants.servers["tp2"].troubles()
+    )
     state = variants.view.index.session(variants.view.key("ranks"))
     assert state is not None and state.blocks >= dialog.need(2) // TOKENS_PER_BLOCK
 
