@@ -8,14 +8,13 @@ VLLM := .venv-vllm
 BIN := $(DEV)/bin
 # What needs .venv-vllm, where vLLM and Mooncake are.
 ENGINE_TESTS := tests/vllm tests/mooncake tests/contract/test_data_node.py
-UNSTEADY := tests/vllm/test_mooncake.py tests/vllm/test_pressure.py
 # Processes that share the tests, and flags for pytest: make test ARGS='-k close -x'
 JOBS ?= 2
 ARGS ?=
 # One thread per process: the tests run side by side on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo demo-pd test test-vllm test-vllm-more lint format bench docs proto setup setup-vllm
+.PHONY: help demo demo-pd test test-vllm lint format bench docs proto setup setup-vllm
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 14
@@ -32,12 +31,7 @@ test: $(DEV)/STAMP lint ## lint, then all tests that need no vLLM
 
 test-vllm: $(VLLM)/STAMP ## the tests against real vLLM and Mooncake
 	@echo '[test-vllm] pytest $(ENGINE_TESTS)'
-	@$(VLLM)/bin/python -m pytest $(ENGINE_TESTS) $(UNSTEADY:%=--ignore=%) $(ARGS)
-
-# Not part of the above: some of these still depend on how loaded the machine is.
-test-vllm-more: $(VLLM)/STAMP ## vLLM under pressure, and on a real Mooncake
-	@echo '[test-vllm-more] pytest $(UNSTEADY)'
-	@$(VLLM)/bin/python -m pytest $(UNSTEADY) $(ARGS)
+	@$(VLLM)/bin/python -m pytest $(ENGINE_TESTS) $(ARGS)
 
 lint: $(DEV)/STAMP ## ruff and mypy
 	@echo '[lint] ruff'

@@ -215,6 +215,5 @@ def test_nothing_failed_and_nothing_is_held(rig: Rig) -> None:
     rig.reset_local()
     for server in rig.servers:
         assert server.idle() and server.exit_code() is None
-        assert server.metrics().get("vllm:kv_cache_usage_perc", 0.0) == 0.0
         log = server.log()
         assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:3000]
