@@ -64,7 +64,7 @@ class EngineProcess:
             stderr=asyncio.subprocess.PIPE,
             env=environment,
             limit=LINE_BYTES_MAX,
-            start_new_session=True,
+            process_group=0,  # a terminal's interrupt is for the front end alone
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")

@@ -135,7 +135,9 @@ class VllmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # No session of its own: Linux schedules sessions against each other (autogroups),
+                # and vLLM's yielding processes were seen to starve the others for seconds.
+                process_group=0,
             )
         return self
 
