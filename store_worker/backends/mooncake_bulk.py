@@ -150,8 +150,9 @@ class Mover:
         waiting: deque[Moving] = deque()  # bounded: WINDOW
         try:
             for batch in batches(items, slices_of):
-                if len(waiting) == WINDOW and not self._settle(waiting, settle, outcomes):
-                    break
+                while waiting and len(waiting) >= self._window():
+                    if not self._settle(waiting, settle, outcomes):
+                        raise StoreTimeout("a call did not return")
                 waiting.append(post(batch))
             while waiting and self._settle(waiting, settle, outcomes):
                 pass
@@ -164,6 +165,11 @@ class Mover:
                 self._settle_late(moving)
         return [verdict if outcome is None else outcome for outcome in outcomes]
 
+    def _window(self) -> int:
+        """While it is not known whether a peer is back, one call goes ahead of the others."""
+        gates = self.client.gate(MASTER), self.client.gate(self.segment)
+        return WINDOW if all(gate.open for gate in gates) else 1
+
     def _settle(
         self, waiting: deque[Moving], settle: Callable[[Moving, list[BlockOutcome]], bool],
         outcomes: list[BlockOutcome | None],
@@ -171,6 +177,7 @@ class Mover:
         """The oldest call; False if it was not done by the deadline."""
         moving = waiting.popleft()
         if not moving.call.wait():
+            self.client.gate(self.segment).failed("it does not answer")
             self._late()
             return False
         found = [BlockOutcome.FAILED] * len(moving.batch.items)
@@ -191,9 +198,7 @@ class Mover:
             self._late()
 
     def _late(self) -> None:
-        gate = self.client.gate(self.segment)
-        gate.failed("it does not answer")
-        gate.left(+1)
+        self.client.gate(self.segment).left(+1)
         self.client.count("mooncake_calls_abandoned")
 
     def begin(
@@ -226,6 +231,7 @@ class Mover:
     def _enter(self) -> float:
         if self._clock.now() >= self.deadline:
             raise StoreTimeout("the deadline has passed")
+        self.client.gate(self.segment).check()  # before the master's one attempt is taken
         deadline = self.client.gate(MASTER).enter(self.deadline)
         return self.client.gate(self.segment).enter(deadline)
 

@@ -9,7 +9,7 @@ from connector.clock import Clock
 from connector.errors import StoreUnavailable
 
 PAUSE_FIRST_S = 1.0
-PAUSE_MAX_S = 8.0
+PAUSE_MAX_S = 2.0
 PROBE_S = 0.5
 ABANDONED_MAX = 3
 """Calls to one segment that nobody waits for and that have not returned: then no more."""

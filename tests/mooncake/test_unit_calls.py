@@ -10,7 +10,10 @@ import pytest
 
 from connector.clock import ManualClock, SystemClock
 from connector.errors import StoreUnavailable
+from connector.meta import BlockOutcome
 from store_worker.backends import mooncake_ops as ops
+from store_worker.backends.base import NO_HINTS, PutItem
+from store_worker.backends.mooncake_bulk import BATCH_BYTES, Mover, put_all
 from store_worker.backends.mooncake_calls import BROKEN_S, NO_USE, THREADS, Call, Life, Use
 from store_worker.backends.mooncake_client import MooncakeClient
 from store_worker.backends.mooncake_library import MOST_WAIT_S
@@ -47,6 +50,7 @@ class FakeLibrary:
         self.log: list[str] = []
         self.objects: dict[str, str] = {}
         self.closed = False
+        self.refuses = False  # transfers fail
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         return 0
@@ -62,7 +66,8 @@ class FakeLibrary:
         self.entered.release()
         assert self.gate.wait(20)
         pairs = zip(keys, sizes, strict=True)
-        return [-800 if key.startswith("bad") else sum(size) for key, size in pairs]
+        bad = self.refuses
+        return [-800 if bad or key.startswith("bad") else sum(size) for key, size in pairs]
 
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
         self.log.append("end " + ",".join(keys))
@@ -259,5 +264,27 @@ def test_no_client_while_it_can_not_be_made() -> None:
         with pytest.raises(StoreUnavailable, match="away"):
             client.life(clock.now() + 10)
     assert tries.acquire(timeout=5) and tries.acquire(timeout=5)  # it goes on trying
+    client.close()
+    assert client.closed(10)
+
+
+def test_one_call_finds_out_whether_a_peer_is_back(library: FakeLibrary) -> None:
+    """The first of a put's calls: those behind it wait for what it found, and go on."""
+    clock = ManualClock()
+    url = parse_mooncake_url("mooncake://127.0.0.1:1?admin=http://127.0.0.1:1")
+    client = MooncakeClient(url, ARENA, clock, lambda _: library)  # type: ignore[arg-type,return-value]
+    assert eventually(client.current)
+    client.gate("s").failed("it was away")
+    items = [PutItem(b"%d" % i, [memoryview(bytes(BATCH_BYTES))]) for i in range(6)]
+    clock.advance(1.0)
+    deadline = clock.now() + 100
+    mover = Mover(client, "s", clock, deadline, lambda call: None)
+    outcomes = put_all(mover, items[:3], NO_HINTS)
+    assert outcomes == [BlockOutcome.OK] * 3 and client.gate("s").open
+    client.gate("s").failed("it was away")
+    clock.advance(1.0)
+    library.refuses = True
+    assert put_all(mover, items[3:], NO_HINTS) == [BlockOutcome.FAILED] * 3
+    assert library.log.count("send") == 4  # the others were not sent
     client.close()
     assert client.closed(10)

