@@ -222,7 +222,8 @@ def test_random_calls_against_a_dict(case: NodeCase, node: DataNode, seed: int) 
                 PutItem(key, [memoryview(chance.randbytes(n)) for n in (112, chance.randint(0, 9))])
                 for key in some
             ]
-            assert node.put(items, TTL_MS, case.soon()) == [OK] * len(items)
+            put = node.put(items, TTL_MS, case.soon())
+            assert put == [OK] * len(items), (put, node.drain_counters())
             model.update((item.key, joined(item)) for item in items)
         elif what == "get":
             found = [GetItem(k, [memoryview(bytearray(117))]) for k in some]

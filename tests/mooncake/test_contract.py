@@ -8,6 +8,8 @@ import pytest
 
 from connector.clock import SystemClock
 from store_worker.backends.base import DataNode
+from store_worker.backends.mooncake_client import acquire, release
+from store_worker.backends.mooncake_url import parse_mooncake_url
 from tests.contract import test_data_node as suite
 from tests.contract.data_node_kit import TTL_MS, NodeCase, put_items
 from tests.mooncake.cluster import MooncakeCluster
@@ -31,10 +33,17 @@ globals().update(
 @pytest.fixture(scope="module")
 def case(cluster: MooncakeCluster) -> Iterator[NodeCase]:
     def restart() -> None:
-        """The first owner leaves and comes back, under the same name and empty."""
+        """The first owner leaves and comes back, under the same name and empty. Returns when the
+        process's client has been replaced, which fails the calls that wait for a thread."""
+        config = cluster.config()
+        client = acquire(parse_mooncake_url(cluster.url), config.staging_bytes, cluster.clock)
+        before = eventually(client.current)
+        eventually(lambda: cluster.names[0] in client.cluster.last_seen(), 10.0)
         cluster.owners[0].leave()
         eventually(lambda: cluster.names[0] not in (cluster.listed() or ()), 10.0)
         cluster.owners[0].start()
+        eventually(lambda: client.current() not in (None, before), 20.0, "a new client")
+        release(client)
 
     yield NodeCase(cluster.node, restart, SystemClock())
 
