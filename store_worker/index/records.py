@@ -187,6 +187,15 @@ class Run:
         top = self.holders.last()
         return self.start if top is None else min(int(top[0]), self.stop)
 
+    def unwanted(self, depth: int) -> bool:
+        """Nobody wants the block at `depth`, where the run ends or will: no session and no block
+        behind it. A save that is under way may still need it."""
+        return (
+            depth > self.start
+            and self.top_holder() < depth
+            and not self.children.count(depth, depth)
+        )
+
 
 @dataclass(slots=True)
 class Dying:

@@ -239,16 +239,14 @@ def freed(op: Op, victims: list[Victim]) -> None:
 
 def free_up(op: Op, run: Run | None) -> int:
     """Remove what nobody needs from the end of `run` upward, through its parents. A rest that is
-    leased, or beyond the budget, is marked as free. Returns the blocks removed."""
+    leased, that a running grant needs, or beyond the budget, is marked as free. Returns the blocks
+    removed."""
     total = 0
     while run is not None:
         held = max(run.start, run.top_child(), run.top_holder())
-        if held >= run.stop:
-            break
-        wanted = run.stop - held
         blocks = min(run.stop - max(held, tree.leased_to(op, run)), op.budget)
         blocks = tree.unpromised(op, run, max(0, blocks))
-        if blocks < wanted:
+        if run.unwanted(run.stop - blocks):
             run.free = True
         if not blocks:
             tree.settle(op, run)

@@ -299,7 +299,7 @@ def _drop(op: Op, run: Run, mark: Mark | None) -> None:
     if not s.entries[run.ns]:
         del s.entries[run.ns]
     if parent is not None:
-        if bare and run.free and parent.top_holder() < parent.stop:
+        if run.free and parent.stop == run.start and parent.unwanted(parent.stop):
             parent.free = True
         settle(op, parent)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from connector.ids import NO_SESSION
 from connector.indexmsg import (
     CommitOutcome,
@@ -119,6 +121,41 @@ def test_what_is_leased_at_the_close_is_freed_later(drive: Drive) -> None:
     assert d.listed(c) == 6
     victims = d.at(1).index.dying(A, d.now)
     assert {v.hash for v in victims} >= set(c[:6]) and d.listed(c) == 0
+    d.sound()
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "expiry"])
+def test_what_a_save_needs_at_the_close_is_freed_after_it(drive: Drive, end: str) -> None:
+    d, c = drive(), chain("c", 10)
+    d.save(c[:6], session=S)
+    other = chain("o", 2, c[:4])
+    d.save(other, 4, S)
+    token = d.generation(S)
+    granted = d.ask(c, 6, session=S)
+    assert isinstance(granted, Granted)
+    assert d.index.close(S, d.now).blocks == 2, "the other branch"
+    assert d.listed(c) == 6
+    if end == "commit":
+        assert d.settle(granted, 4, S, generation=token).outcome is CommitOutcome.STALE_GENERATION
+    elif end == "abort":
+        d.index.abort(granted.grant, d.now)
+    else:
+        d.at(700)
+    freed = [victim.hash for victim in d.index.dying(A, d.now)]
+    assert set(freed) >= set(c[:6]) and d.listed(c) == 0
+    d.sound()
+
+
+def test_what_a_save_of_another_needs_at_the_close_stays_with_it(drive: Drive) -> None:
+    d, c = drive(), chain("c", 10)
+    d.save(c[:6], session=S)
+    granted = d.ask(c, 6, session=T)
+    assert isinstance(granted, Granted)
+    assert d.index.close(S, d.now).blocks == 0
+    assert d.settle(granted, 4, T).outcome is CommitOutcome.OK
+    d.index.dying(A, d.now)
+    assert d.listed(c) == 10
+    assert d.index.close(T, d.now).blocks == 10
     d.sound()
 
 

@@ -198,6 +198,12 @@ local function top_holder(r)
   return got[2] and min(tonumber(got[2]), r.stop) or r.start
 end
 
+-- nobody wants the block at this depth, where the run ends or will
+local function unwanted(r, depth)
+  return depth > r.start and top_holder(r) < depth
+    and call('ZCOUNT', K .. 'k:' .. r.id, depth, depth) == 0
+end
+
 -- sessions ------------------------------------------------------------------------------------
 local S, SF = {}, {'gen', 'seq', 'home', 'turns', 'last', 'prio', 'puntil', 'pin', 'pinb',
                    'counted', 'closed', 'bseq'}

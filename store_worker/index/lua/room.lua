@@ -316,11 +316,9 @@ local function free_up(r)
   local total = 0
   while r do
     local held = max(r.start, top_child(r), top_holder(r))
-    if held >= r.stop then break end
-    local wanted = r.stop - held
     local blocks = min(r.stop - max(held, leased_to(r)), budget)
     blocks = unpromised(r, max(0, blocks))
-    if blocks < wanted then r.free, r.dirty = true, true end
+    if unwanted(r, r.stop - blocks) then r.free, r.dirty = true, true end
     if blocks == 0 then
       settle(r)
       break

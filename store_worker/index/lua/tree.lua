@@ -286,7 +286,9 @@ local function drop(r, mark)
     rehold(key, r, keep)
   end
   if parent then
-    if bare and r.free and top_holder(parent) < parent.stop then parent.free = true end
+    if r.free and parent.stop == r.start and unwanted(parent, parent.stop) then
+      parent.free = true
+    end
     parent.dirty = true
     settle(parent)
   end
