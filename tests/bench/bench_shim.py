@@ -106,7 +106,9 @@ def measure(url: str, tokens: int, rounds: int, chance: random.Random) -> list[R
     shim, scheduler, worker = engine(url)
     plain = Shim(EngineConfig(num_blocks=1200), False)
     prompt = some_tokens(f"bench {tokens}", tokens)
-    first_token(shim, "fill", prompt, "bench")
+    for number in range(2):  # once more: what saves may hold at a time is bounded
+        shim.core.reset_prefix_cache()
+        first_token(shim, f"fill {number}", prompt, "bench")
     times: dict[str, list[float]] = defaultdict(list)
     hooks: list[float] = []
     for number in range(rounds):
@@ -121,7 +123,8 @@ def measure(url: str, tokens: int, rounds: int, chance: random.Random) -> list[R
             times[case].append(took * 1e3)
             if case == "store":
                 hooks.append(scheduler.seconds * 1e3)
-                assert shim.answers[name].loaded == (tokens - 1) // 16 * 16, "not a full hit"
+                loaded, full = shim.answers[name].loaded, (tokens - 1) // 16 * 16
+                assert loaded == full, f"{loaded} of {full} tokens loaded, {scheduler.stats()}"
     rows = [Row(f"first token, {tokens} tokens", case, "ms", times[case]) for case in CASES]
     rows.append(Row(f"scheduler hooks, {tokens} tokens", "store", "ms per request", hooks))
     saves = [s * 1e3 for s in worker.saves]
