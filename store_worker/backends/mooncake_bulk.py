@@ -25,7 +25,12 @@ from store_worker.backends.mooncake_codes import Meaning, meaning, outcome_of
 from store_worker.backends.mooncake_library import address_of, replicate_config
 from store_worker.backends.mooncake_ops import DIFFERENT, WRONG_SIZE, Shape
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 16 << 20
+"""Of one call; the library's rate rises up to here (docs/BENCHMARKS.md)."""
+
+STAGING_SHARE = 8
+"""A call takes at most this part of the staging memory, or has one object: several threads share
+it, and whoever waits for a piece keeps another."""
 SLICES_MAX = 256
 """Slices of one call. Each segment's connections queue 2,048 of all calls; the upper half of them
 fails when it has waited for a second."""
@@ -53,21 +58,24 @@ class Batch(NamedTuple):
 
     start: int
     items: Sequence[Any]
+    size: int
 
 
-def batches(items: Sequence[Item], slices_per_item: Callable[[Item], int]) -> Iterator[Batch]:
-    """Pieces that are at most BATCH_BYTES and SLICES_MAX, or one item."""
+def batches(
+    items: Sequence[Item], slices_per_item: Callable[[Item], int], most_bytes: int
+) -> Iterator[Batch]:
+    """Pieces that are at most most_bytes and SLICES_MAX, or one item."""
     start = size = slices = 0
     for index, item in enumerate(items):
         more, parts = sum(map(len, item.parts)), slices_per_item(item)
-        full = size + more > BATCH_BYTES or slices + parts > SLICES_MAX
+        full = size + more > most_bytes or slices + parts > SLICES_MAX
         if full and index > start:
-            yield Batch(start, items[start:index])
+            yield Batch(start, items[start:index], size)
             start, size, slices = index, 0, 0
         size += more
         slices += parts
     if start < len(items):
-        yield Batch(start, items[start:])
+        yield Batch(start, items[start:], size)
 
 
 class Plan(NamedTuple):
@@ -139,6 +147,7 @@ class Mover:
         self.client, self.segment, self.deadline = client, segment, deadline
         self._clock, self._watch = clock, watch
         self.life: Life = client.life(deadline)
+        self._most_bytes = min(BATCH_BYTES, self.life.arena.size // STAGING_SHARE)
 
     def run(
         self, items: Sequence[Item], slices_of: Callable[[Item], int],
@@ -149,8 +158,8 @@ class Mover:
         verdict = BlockOutcome.TIMED_OUT
         waiting: deque[Moving] = deque()  # bounded: WINDOW
         try:
-            for batch in batches(items, slices_of):
-                while waiting and len(waiting) >= self._window():
+            for batch in batches(items, slices_of, self._most_bytes):
+                while waiting and len(waiting) >= self._window(batch):
                     if not self._settle(waiting, settle, outcomes):
                         raise StoreTimeout("a call did not return")
                 waiting.append(post(batch))
@@ -165,10 +174,12 @@ class Mover:
                 self._settle_late(moving)
         return [verdict if outcome is None else outcome for outcome in outcomes]
 
-    def _window(self) -> int:
-        """While it is not known whether a peer is back, one call goes ahead of the others."""
+    def _window(self, batch: Batch) -> int:
+        """While it is not known whether a peer is back, one call goes ahead of the others; a large
+        object might find no memory as long as an earlier call of ours keeps some."""
         gates = self.client.gate(MASTER), self.client.gate(self.segment)
-        return WINDOW if all(gate.open for gate in gates) else 1
+        free = all(gate.open for gate in gates) and batch.size <= self._most_bytes
+        return WINDOW if free else 1
 
     def _settle(
         self, waiting: deque[Moving], settle: Callable[[Moving, list[BlockOutcome]], bool],

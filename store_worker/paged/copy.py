@@ -22,6 +22,10 @@ from store_worker.paged.staging import Slot, StagingRing, slot_rows
 BATCH_BYTES = 8 << 20
 """Payload of one batch: enough to keep a connection busy, little enough to stop soon."""
 
+LANDING_BYTES = 64 << 20
+"""Payload of one landing in a host's own pages, which costs no staging memory: a back end keeps
+several calls under way only within one."""
+
 
 class Event(Protocol):
     """What a fence needs of `torch.cuda.Event`."""
@@ -102,6 +106,7 @@ class DirectMover:
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._rows = max(1, BATCH_BYTES // cache.block_bytes)
+        self._landing_rows = max(1, LANDING_BYTES // cache.block_bytes)
 
     def read(self, blocks: Sequence[BlockId], after: Fence) -> Iterator[Batch]:
         after.wait()
@@ -110,8 +115,9 @@ class DirectMover:
 
     def write(self, blocks: Sequence[BlockId], after: Fence) -> Iterator[Landing]:
         after.wait()
-        for start in range(0, len(blocks), self._rows):
-            yield Landing(start, self._parts(blocks[start : start + self._rows]), lambda _: None)
+        rows = self._landing_rows
+        for start in range(0, len(blocks), rows):
+            yield Landing(start, self._parts(blocks[start : start + rows]), lambda _: None)
 
     def _parts(self, blocks: Sequence[BlockId]) -> list[list[memoryview]]:
         return [self._cache.parts(block) for block in blocks]

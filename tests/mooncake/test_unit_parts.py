@@ -206,10 +206,11 @@ def test_batches_keep_within_bytes_and_slices() -> None:
     page = memoryview(bytes(9 << 20))
     items = [PutItem(b"%d" % i, [page[:size]]) for i, size in enumerate(sizes)]
     seen = 0
-    for batch in batches(items, lambda _: 3):
+    for batch in batches(items, lambda _: 3, BATCH_BYTES):
         assert batch.start == seen
         seen += len(batch.items)
         total = sum(len(item.parts[0]) for item in batch.items)
+        assert batch.size == total
         assert len(batch.items) == 1 or total <= BATCH_BYTES
         assert len(batch.items) * 3 <= SLICES_MAX
     assert seen == 900

@@ -168,6 +168,9 @@ def test_batches_are_bounded() -> None:
     sizes = [len(b.parts) for b in DirectMover(cache).read(ids(*range(BLOCKS)), NO_FENCE)]
     assert max(sizes) * cache.block_bytes == copy.BATCH_BYTES
     assert sum(sizes) == BLOCKS
+    wide = paged_cache([torch.zeros(5, 4 << 20)], 5)
+    sizes = [len(b.parts) for b in DirectMover(wide).write(ids(*range(5)), NO_FENCE)]
+    assert max(sizes) * wide.block_bytes == copy.LANDING_BYTES and sum(sizes) == 5
 
 
 def test_a_block_larger_than_a_batch_still_moves() -> None:
