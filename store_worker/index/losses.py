@@ -44,7 +44,8 @@ def _end_generation(op: Op, session: bytes) -> None:
 
 
 def _let_go(op: Op, session: bytes) -> list[int]:
-    """Drop all holds; the runs that were held, the newest first."""
+    """Drop all holds; the runs that were held, the newest first. Each of many is work of its own,
+    which leaves less to be removed in this call."""
     s = op.s
     record = s.sessions[session]
     held = [run_id for run_id, _ in reversed(record.holds.items())]
@@ -54,6 +55,7 @@ def _let_go(op: Op, session: bytes) -> list[int]:
     for run_id in held:
         s.runs[run_id].holders.discard(session)
     record.holds = Zset()
+    op.budget -= L.RUN_COST * max(0, len(held) - 1)
     s.idle.add(session, op.now)
     return held
 

@@ -19,6 +19,8 @@ import redis
 from connector.ids import BlockHash, SessionKey
 from connector.indexmsg import Closed, Granted
 from store_worker.index import search
+from store_worker.index.limits import HOLDS_MAX
+from store_worker.index.options import IndexOptions
 from store_worker.index.redis import RedisIndex
 from store_worker.index.scripts import NAMES, script
 from store_worker.policy import ReturnPolicy
@@ -35,7 +37,7 @@ class Bench:
 
     def __init__(self, server: Server) -> None:
         self.client: redis.Redis = server.client()
-        self.index = RedisIndex(server.url)
+        self.index = RedisIndex(server.url, IndexOptions(timeout_s=20.0))
         self.index.identity()
         self.index.register_node(A, INC, 10_000_000 * BLOCK, 1)
         self.drive = Driver(self.index)
@@ -131,7 +133,7 @@ class Bench:
 
         self.timed(step(), "a whole turn", f"{turns} turns, each rewrites the last", 1)
 
-    def pressure(self, rounds: int) -> None:
+    def pressure(self, rounds: int, name: str, case: str) -> None:
         """Saves of 128 blocks on a full node; victims under the `return` policy's table."""
         d = self.drive
         self.index.set_scores(ReturnPolicy().fit(d.now))
@@ -140,11 +142,11 @@ class Bench:
 
         def asks() -> Iterator[Callable[[], object]]:
             for n in range(rounds):
-                c = chain(f"p{n}", STEP)
+                c = chain(f"{name}{n}", STEP)
                 d.at(30)
                 yield partial(d.save, c, must=True)
 
-        self.timed(asks(), "a save that evicts", "128 blocks, victims and freed included", 1)
+        self.timed(asks(), "a save that evicts", case, 1)
 
     def closes(self, rounds: int) -> None:
         """Of conversations of 512 blocks: the first call of each."""
@@ -163,6 +165,50 @@ class Bench:
         now = self.drive.now
         closed: list[Closed] = []
         self.timed(calls(), "close", "512 blocks, first call", 1)
+
+
+    def many_holds(self, rounds: int) -> None:
+        """A session with as many branches as it may hold: what one call does with all of them."""
+        d = self.drive
+        sessions = [key(f"holds{n}") for n in range(rounds)]
+        for n, s in enumerate(sessions):
+            base = chain(f"base{n}", 64)
+            d.save(base, session=s)
+            for i in range(HOLDS_MAX):
+                d.at(1)
+                d.save(chain(f"branch{n}.{i}", 4, base), 64, s)
+        what = f"session with {HOLDS_MAX} branches"
+        self.timed((partial(self.index.pin, s, 60.0, d.now) for s in sessions), what, "pin", 1)
+        self.timed((partial(self.index.retain, s, 1, 60.0, d.now) for s in sessions),
+                   what, "retain", 1)  # fmt: skip
+        self.timed((partial(self.close_all, s) for s in sessions), what, "close, all calls", 1)
+
+    def close_all(self, session: SessionKey) -> None:
+        closed = self.index.close(session, self.drive.now)
+        while closed.more:
+            self.index.freed(closed.victims, self.drive.now)
+            closed = self.index.close(session, self.drive.now, resume=True)
+        self.index.freed(closed.victims, self.drive.now)
+
+    def many_children(self, rounds: int) -> None:
+        """The loss of a block with 300 others behind it, each a conversation's."""
+        d = self.drive
+        bases = [chain(f"parent{n}", 8) for n in range(rounds)]
+        for n, base in enumerate(bases):
+            for i in range(300):
+                c = chain(f"child{n}.{i}", 1, base)
+                d.save(c, 8 if i else 0, key(f"child{n}.{i}"))
+        self.timed((partial(self.index.forget, NS, base[7:], A, d.now) for base in bases),
+                   "forget", "a block before 300", 1)  # fmt: skip
+        self.timed((partial(self.index.dying, A, d.now) for _ in bases), "dying", "then", 1)
+
+    def short_runs(self, rounds: int) -> None:
+        """Saves of 128 blocks on a node that is full of conversations of one block each."""
+        d = self.drive
+        for i in range(rounds * STEP):
+            d.at(1)
+            d.save(chain(f"one{i}", 1), session=key(f"one{i}"))
+        self.pressure(rounds, "short", "128 blocks in runs of one, all calls")
 
 
 def main() -> None:
@@ -184,7 +230,10 @@ def main() -> None:
         bench.lookups(args.rounds, 8192)
         bench.turns(10 * args.rounds)
         bench.closes(args.rounds // 2)
-        bench.pressure(args.rounds)
+        bench.many_holds(args.rounds // 2)
+        bench.many_children(args.rounds // 4)
+        bench.short_runs(args.rounds // 4)
+        bench.pressure(args.rounds, "long", "128 blocks, all calls")
         assert bench.index.check_integrity() == []
         show(bench.rows, args.json)
 

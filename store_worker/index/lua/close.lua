@@ -19,6 +19,7 @@ if ARGV[3] == '0' then
   for _, id in ipairs(held) do call('ZREM', K .. 'h:' .. id, key) end
   call('DEL', K .. 'sh:' .. key)
   s.holds, s.nholds = {}, 0
+  budget = budget - C_RUN_COST * max(0, #held - 1)
   call('ZADD', K .. 'si', now, key)
   for _, id in ipairs(held) do
     -- an earlier one may have taken this one along
