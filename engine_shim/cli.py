@@ -46,6 +46,7 @@ def _add_serve(subparsers: Any) -> None:
         "--kv-transfer-config", metavar="JSON", default=None, help="the connector, as vLLM's flag"
     )
     parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+    parser.add_argument("--json", action="store_true", help="tell the addresses as JSON")
     engine = parser.add_argument_group("engine")
     for flag, default, text in ENGINE_NUMBERS:
         engine.add_argument(f"--{flag}", type=int, default=default, help=text)
@@ -139,7 +140,7 @@ def run_serve(args: argparse.Namespace) -> int:
     _log(args.log_level)
     os.environ[ENGINE_LOG_LEVEL] = args.log_level
     try:
-        return asyncio.run(serve(config, options, lambda where: _say(f"serving on {where}")))
+        return asyncio.run(serve(config, options, _teller(args.json)))
     except (EngineDead, EngineTimeout) as error:
         print(f"session-kv serve: {error}", file=sys.stderr)
         return EXIT_NOT_TRIED
@@ -167,6 +168,7 @@ def _add_proxy(subparsers: Any) -> None:
     parser.add_argument("--in-flight-max", type=int, default=256, help="requests at one engine")
     parser.add_argument("--start-timeout-s", type=float, default=120.0)
     parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
+    parser.add_argument("--json", action="store_true", help="tell the addresses as JSON")
 
 
 def run_proxy(args: argparse.Namespace) -> int:
@@ -195,7 +197,7 @@ def run_proxy(args: argparse.Namespace) -> int:
             from engine_shim.proxy_store import open_proxy_store
 
             store = open_proxy_store(args.store, args.tenant)
-        return await serve_proxy(options, lambda where: _say(f"serving on {where}"), store)
+        return await serve_proxy(options, _teller(args.json), store)
 
     return asyncio.run(main())
 
@@ -295,8 +297,14 @@ def needs(extra: str) -> Iterator[None]:
         raise ConfigError("extra", extra, f"the module {error.name}", remedy) from error
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def _teller(as_json: bool) -> Callable[[str], None]:
+    """Tells the addresses, separated by blanks, once requests are answered."""
+
+    def tell(where: str) -> None:
+        line = json.dumps({"serving_on": where.split()}) if as_json else f"serving on {where}"
+        print(line, flush=True)
+
+    return tell
 
 
 def main() -> int:

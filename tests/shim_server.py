@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
+import json
 import signal
 import subprocess
 import sys
@@ -17,7 +17,6 @@ import httpx
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 15.0
-_ADDRESS = re.compile(r"serving on (?P<http>http://\S+)(?: grpc://(?P<grpc>\S+))?")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 # A model that takes a second to start and a millisecond per token.
@@ -41,7 +40,7 @@ class CommandServer:
     def launch(self) -> Self:
         """Begin to start; `ready` waits for it."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine_shim.cli", *self._arguments],
+            [sys.executable, "-m", "engine_shim.cli", *self._arguments, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -57,8 +56,9 @@ class CommandServer:
         late.start()
         try:
             for line in self._process.stdout:
-                if found := _ADDRESS.search(line):
-                    self.url, self.grpc = found["http"], found["grpc"] or ""
+                if line.startswith("{"):
+                    self.url, *others = json.loads(line)["serving_on"]
+                    self.grpc = "".join(others).removeprefix("grpc://")
                     return self
         finally:
             late.cancel()
