@@ -65,7 +65,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         str, Meta(description="Epoch that `reset_cache` moves to; empty: a random new one.")
     ] = ""
     policy: Annotated[
-        Literal["return", "lru"], Meta(description="What is evicted first.")
+        str,
+        Meta(
+            pattern=r"^(return|lru|[\w.]+:\w+)$",
+            description="What is evicted first: `return`, `lru`, or your own as `module:Class`.",
+        ),
     ] = "return"
     placement: Annotated[
         Literal["session", "block"],

@@ -10,7 +10,7 @@ import secrets
 
 from connector.errors import StoreError
 from store_worker.index.janitor import Desk, Job
-from store_worker.policy import LruPolicy, Policy, ReturnPolicy
+from store_worker.policy import make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,9 @@ class Keeper(Job):
     """
 
     def __init__(self, policy: str) -> None:
+        """policy: see `make_policy`, which raises ConfigError."""
         self._name = secrets.token_hex(8)
-        self._policy: Policy = LruPolicy() if policy == "lru" else ReturnPolicy()
+        self._policy = make_policy(policy)
         self._read = 0
 
     def work(self, desk: Desk) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from connector.clock import SystemClock
 from connector.config import parse_config
-from connector.errors import StoreUnavailable
+from connector.errors import ConfigError, StoreUnavailable
 from connector.ids import (
     NO_HASH,
     BlockHash,
@@ -44,6 +44,7 @@ from store_worker.index.janitor import Desk
 from store_worker.index.locked import locked
 from store_worker.keys import object_key
 from store_worker.nodes import NodeDirectory
+from store_worker.policy import NUM_CLASSES, TIMES_MIN, TOKENS_MIN, ScoreTable
 from tests.waiting import eventually
 
 NS = Namespace(b"n" * 16)
@@ -378,3 +379,42 @@ def test_a_full_queue_refuses(make: Callable[..., Client]) -> None:
     client = make(queue_ops_max=1)
     assert client.client.post(AbandonOp(NS, chain(1)[0]))
     assert not client.client.post(AbandonOp(NS, chain(1)[0]))
+
+
+class MostTurnsFirst:
+    """A policy of somebody's own, as in docs/POLICY.md."""
+
+    SCORES = tuple((float(cls // len(TOKENS_MIN)),) for cls in range(NUM_CLASSES))
+
+    def observe(self, event: object) -> None:
+        """Nothing to learn."""
+
+    def fit(self, now_ms: int) -> ScoreTable:
+        return ScoreTable(TIMES_MIN, TOKENS_MIN, edges_ms=(0,), scores=self.SCORES)
+
+
+class Watched:
+    """An index that remembers the tables it got."""
+
+    def __init__(self, index: Any) -> None:
+        self.index, self.tables = index, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.index, name)
+
+    def set_scores(self, table: ScoreTable) -> None:
+        self.tables.append(table)
+        self.index.set_scores(table)
+
+
+def test_a_policy_of_ones_own_is_fitted_and_used(make: Callable[..., Client]) -> None:
+    client = make(Watched, policy=f"{__name__}:MostTurnsFirst")
+    table = eventually(lambda: client.index.tables and client.index.tables[0])
+    assert table.scores == MostTurnsFirst.SCORES
+
+
+def test_a_policy_that_is_not_there_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="config key 'policy' = 'nowhere:Policy'"):
+        Client(policy="nowhere:Policy")
+    with pytest.raises(ConfigError, match="config key 'policy' = 'retrun'"):
+        Client(policy="retrun")
