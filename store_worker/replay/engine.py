@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from connector.clock import ManualClock, SystemClock
@@ -127,8 +128,7 @@ class Replay:
         self.asked += len(request.hashes)
         if not request.hashes:
             return
-        for block, before in zip(request.hashes, (NO_HASH, *request.hashes), strict=False):
-            self.parents[block] = before
+        self.parents.update(zip(request.hashes, (NO_HASH, *request.hashes), strict=False))
         turn = self._look_up(request)
         if last:
             self.clock.advance(2 * LEASE_S)
@@ -147,19 +147,15 @@ class Replay:
         if self.setup.placement == "block" and depth:
             # One load of the product reads at most 64 slices; the control policy is not judged
             # by that.
-            depth = self.nodes.prefix(hashes)
-            self._loaded([(self._holder(block), 1) for block in hashes[:depth]], hashes)
+            holders = self.nodes.holders(hashes)
+            depth = len(holders)
+            self._loaded([(node, len(list(same))) for node, same in groupby(holders)], hashes)
         else:
             self._loaded([(s.node, s.stop - s.start) for s in found.acquired.slices], hashes)
         best = search.best_boundary(boundaries, hashes)
         known = best.depth if best is not None else depth
         new_tokens = max(0, request.prompt_tokens - known * self.setup.tokens_per_block)
         return Turn(request, found.recalled.generation, depth, new_tokens)
-
-    def _holder(self, block: BlockHash) -> NodeId:
-        node = self.nodes.with_block(block)
-        assert node is not None, "a usable block that no node holds"
-        return node
 
     def _loaded(self, pieces: Sequence[tuple[NodeId, int]], chain: Sequence[BlockHash]) -> None:
         """Count a load of consecutive (node, blocks) from the root. The nodes must hold them."""
@@ -173,8 +169,8 @@ class Replay:
         self.hit += depth
         touched = {node for node, _ in pieces}
         self.touched[len(touched)] = self.touched.get(len(touched), 0) + 1
-        for node in touched:
-            self.lost[node] += depth - self.nodes.prefix(chain[:depth], without=node)
+        for node, end in self.nodes.prefixes(chain[:depth], touched).items():
+            self.lost[node] += depth - end
 
     def _save(self, turn: Turn) -> None:
         """Save what is missing, piece by piece, until it is declined; then end the turn."""
@@ -225,8 +221,6 @@ class Replay:
     def _commit(self, turn: Turn, at: int, granted: Granted | None, saved: int, ends: bool) -> None:
         """Make a piece visible, or touch the chain up to `at`."""
         hashes = turn.request.hashes
-        marks = [d for d in (len(hashes), len(hashes) - 1) if d > 0]
-        boundaries = tuple(Boundary(depth, hashes[depth - 1]) for depth in marks)
         answer = self.index.commit(
             CommitRequest(
                 namespace=NAMESPACE,
@@ -236,7 +230,7 @@ class Replay:
                 saved=saved,
                 parent=hashes[at - 1] if at else NO_HASH,
                 start=at,
-                turn_end=TurnEnd(boundaries, turn.new_tokens) if ends else None,
+                turn_end=_turn_end(turn) if ends else None,
                 beyond=hashes[at] if at < len(hashes) else NO_HASH,
             )
         )
@@ -288,6 +282,12 @@ class Replay:
             read_per_node=tuple(nodes.read[name] for name in nodes.names),
             seconds=seconds,
         )
+
+
+def _turn_end(turn: Turn) -> TurnEnd:
+    hashes = turn.request.hashes
+    marks = [d for d in (len(hashes), len(hashes) - 1) if d > 0]
+    return TurnEnd(tuple(Boundary(d, hashes[d - 1]) for d in marks), turn.new_tokens)
 
 
 def run(

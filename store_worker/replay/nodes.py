@@ -29,16 +29,37 @@ class Nodes:
         """The node has lost its data."""
         self.held[node].clear()
 
-    def with_block(self, block: BlockHash, without: NodeId | None = None) -> NodeId | None:
-        """A node that holds it, one left out; None if there is none."""
-        return next((n for n in self.names if n != without and block in self.held[n]), None)
+    def with_block(self, block: BlockHash) -> NodeId | None:
+        """A node that holds it, the first by number; None if there is none."""
+        for node, held in self.held.items():
+            if block in held:
+                return node
+        return None
 
-    def prefix(self, chain: Sequence[BlockHash], without: NodeId | None = None) -> int:
-        """How much of the chain could be loaded, if one node had no data."""
+    def holders(self, chain: Iterable[BlockHash]) -> list[NodeId]:
+        """A node for each block that could be loaded, up to the first that none holds."""
+        found: list[NodeId] = []
+        for block in chain:
+            node = self.with_block(block)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def prefixes(self, chain: Sequence[BlockHash], without: Iterable[NodeId]) -> dict[NodeId, int]:
+        """For each of the nodes `without`: how much of the chain could be loaded, if that one had
+        no data."""
+        left = dict.fromkeys(without, len(chain))
+        ends: dict[NodeId, int] = {}
         for depth, block in enumerate(chain):
-            if self.with_block(block, without) is None:
-                return depth
-        return len(chain)
+            if not left:
+                break
+            at = [node for node, held in self.held.items() if block in held]
+            if not at:
+                return ends | dict.fromkeys(left, depth)
+            if len(at) == 1 and left.pop(at[0], None) is not None:
+                ends[at[0]] = depth
+        return ends | left
 
     def behind_hole(self, parents: dict[BlockHash, BlockHash]) -> int:
         """Blocks that are held although a block before them is not: never usable."""

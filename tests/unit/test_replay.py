@@ -194,7 +194,20 @@ def test_a_prefix_without_a_node() -> None:
     nodes.put(A, blocks("abc"))
     nodes.put(B, blocks("ad"))
     chain = blocks("abcd")
-    assert [nodes.prefix(chain), nodes.prefix(chain, A), nodes.prefix(chain, B)] == [4, 1, 3]
+    assert nodes.holders(chain) == [A, A, A, B]
+    assert nodes.prefixes(chain, [A, B]) == {A: 1, B: 3}
+    assert nodes.prefixes(chain, [B]) == {B: 3}
+    assert nodes.prefixes(chain[:1], [A, B]) == {A: 1, B: 1}, "each has the other's copy"
+    assert nodes.prefixes(chain, []) == {}
+
+
+def test_a_chain_that_nobody_has_whole() -> None:
+    nodes = Nodes([A, B])
+    nodes.put(A, blocks("ab"))
+    nodes.put(B, blocks("abd"))
+    chain = blocks("abcd")
+    assert nodes.holders(chain) == [A, A]
+    assert nodes.prefixes(chain, [A, B]) == {A: 2, B: 2}
 
 
 def test_numbers() -> None:
