@@ -40,8 +40,9 @@ def plan(op: Op, path: Path, shared: int) -> tuple[CopyStep, ...]:
         upto = min(depth, shared)
         if not tree.reachable(op, run.node, run.epoch) or upto <= run.start:
             break
+        done = {(c.node, c.epoch) for c in run.copies if c.upto >= upto}
         for node in op.s.by_idx:
-            if node.idx != run.node:
+            if node.idx != run.node and (node.idx, node.epoch) not in done:
                 _copy_to(op, run, upto, node, planned)
     return tuple(planned.steps)
 

@@ -99,6 +99,10 @@ class Zset:
         """Members with low <= score <= high."""
         return [member for _, member in self._order[self._at(low) : self._at(nextafter(high, inf))]]
 
+    def beyond(self, low: float) -> list[Any]:
+        """Members with low <= score."""
+        return [member for _, member in self._order[self._at(low) :]] if self._order else []
+
     def count(self, low: float, high: float) -> int:
         """How many have low <= score <= high."""
         return self._at(nextafter(high, inf)) - self._at(low)

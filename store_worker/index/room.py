@@ -11,7 +11,7 @@ from connector.ids import BlockHash, Namespace, NodeId
 from connector.indexmsg import Victim
 from store_worker.index import limits as L
 from store_worker.index import tree
-from store_worker.index.records import Grant, Node, Run
+from store_worker.index.records import Grant, Node, Run, Zset
 from store_worker.index.tree import Op
 
 
@@ -119,17 +119,25 @@ def worst(op: Op, node: Node, skip: int = 0) -> Worth | None:
     for (level, cls), zset in place.lists.items():
         if level < 0 or (found is not None and level > found.level):
             continue
-        for from_end in (False, True):
-            end = zset.last() if from_end else zset.first()
-            if end is not None and end[1] == skip:
-                end = zset.second(from_end)
-            if end is None:
+        for at_ms, run in _ends(zset, skip):
+            score = table.score(cls, int(op.now - at_ms)) if level != L.LEVEL_FREE else 0.0
+            if found is not None and level == found.level and score > found.score:
                 continue
-            score = table.score(cls, int(op.now - end[0])) if level != L.LEVEL_FREE else 0.0
-            worth = Worth(level, score, end[0], end[1])
+            worth = Worth(level, score, at_ms, run)
             if found is None or worth < found:
                 found = worth
     return found
+
+
+def _ends(zset: Zset, skip: int) -> list[tuple[float, int]]:
+    """(time, run) at both ends of a list of leaves; its neighbour instead of the run `skip`."""
+    ends: list[tuple[float, int]] = []
+    for end, from_end in ((zset.first(), False), (zset.last(), True)):
+        if end is not None and end[1] == skip:
+            end = zset.second(from_end)
+        if end is not None:
+            ends.append(end)
+    return ends[:1] if len(zset) == 1 else ends
 
 
 def evict(op: Op, node: Node, bytes_: int, own: float | None, keep: tuple[int, int]) -> bool:

@@ -179,8 +179,9 @@ def hold(op: Op, session: bytes, path: Path) -> None:
             if upper.holders.score(session) == at:
                 upper.holders.discard(session)
     else:
+        held = set(record.holds)
         for upper, at in path[1:]:
-            if upper.id in record.holds and held_at(upper, session) <= at:
+            if upper.id in held and held_at(upper, session) <= at:
                 drop_hold(op, session, upper)
     if session not in run.holders and len(run.holders) >= L.HOLDERS_MAX:
         first = run.holders.first()
@@ -206,10 +207,11 @@ def first_private(path: Path, beyond: bytes) -> tuple[bytes, int]:
     chain is wholly shared. beyond: the chain's block after the tip, if that one is not listed."""
     following = beyond
     for run, depth in path:
-        shared = max((d for d in run.shared if d <= depth), default=0)
+        # Few runs have any, and a chain has many runs.
+        shared = max((d for d in run.shared if d <= depth), default=0) if run.shared else 0
         if shared:
             return (run.hash_at(shared + 1) if shared < depth else following), shared
-        following = run.hash_at(run.start + 1)
+        following = run.hashes[0]
     return following, 0
 
 

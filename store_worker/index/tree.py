@@ -37,13 +37,13 @@ def find(op: Op, ns: bytes, block: bytes) -> tuple[Run, int] | None:
 def walk(op: Op, run: Run, depth: int) -> Path | None:
     """From the block at `depth` to the root; None if the way is too long."""
     path = [(run, depth)]
+    runs, entries = op.s.runs, op.s.entries[run.ns]
     while run.parent:
         if len(path) >= L.WALK_RUNS_MAX:
             return None
-        depth = run.start
-        found = find(op, run.ns, run.parent)
-        assert found is not None and found[1] == depth, "a parent that is not listed"
-        run = found[0]
+        entry = entries.get(run.parent)
+        assert entry is not None and entry[1] == run.start, "a parent that is not listed"
+        run, depth = runs[entry[0]], entry[1]
         path.append((run, depth))
     return path
 
@@ -187,7 +187,7 @@ def _belongs(op: Op, run: Run) -> tuple[ListKey | None, float, int]:
 def _level(op: Op, run: Run) -> tuple[int, int]:
     """(level that the leaf's holders give it, when that may change or 0)."""
     level, timer = 0, 0
-    for session in run.holders.between(run.stop, inf):
+    for session in run.holders.beyond(run.stop):
         record = op.s.sessions.get(session)
         if record is None:
             level = max(level, L.LEVEL_NORMAL)
