@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 BLOCKS_MAX = 128
-"""Hashes of one call, blocks of one run, blocks that one call frees."""
+"""Hashes of one call, blocks of one run."""
+REMOVED_MAX = 96
+"""Blocks that one call removes from the index, at most."""
 RUN_COST = 16
 """What touching a run counts in the budget of blocks that one call may remove: a run takes some
 80 us of the server's time, a block 7 us, and no call may take 2 ms."""
@@ -15,7 +17,7 @@ PATH_RUNS_MAX = 256
 WALK_RUNS_MAX = 600
 """No walk to the root is longer: a chain grows beyond PATH_RUNS_MAX only by splits."""
 
-HOLDS_MAX = 32
+HOLDS_MAX = 24
 """Leaves that one session holds; the oldest hold is dropped beyond."""
 HOLDERS_MAX = 32
 """Sessions that hold one run; the shallowest is dropped beyond."""

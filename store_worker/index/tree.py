@@ -24,7 +24,7 @@ class Op:
 
     s: State
     now: int
-    budget: int = L.BLOCKS_MAX
+    budget: int = L.REMOVED_MAX
     victims: list[Victim] = field(default_factory=list)
 
 

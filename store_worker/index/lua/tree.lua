@@ -1,5 +1,5 @@
 -- The chains' tree, as in tree.py.
-local budget = C_BLOCKS_MAX
+local budget = C_REMOVED_MAX
 
 -- {run, depth} from the tip to the root; nil if the way is too long
 local function walk(r, depth)
