@@ -12,8 +12,8 @@ from connector.clock import ManualClock, SystemClock
 from connector.errors import StoreUnavailable
 from connector.meta import BlockOutcome
 from store_worker.backends import mooncake_ops as ops
-from store_worker.backends.base import NO_HINTS, PutItem
-from store_worker.backends.mooncake_bulk import BATCH_BYTES, Mover, put_all
+from store_worker.backends.base import GetItem
+from store_worker.backends.mooncake_bulk import BATCH_BYTES, Mover, get_all
 from store_worker.backends.mooncake_calls import BROKEN_S, NO_USE, THREADS, Call, Life, Use
 from store_worker.backends.mooncake_client import MooncakeClient
 from store_worker.backends.mooncake_library import MOST_WAIT_S
@@ -66,8 +66,7 @@ class FakeLibrary:
         self.entered.release()
         assert self.gate.wait(20)
         pairs = zip(keys, sizes, strict=True)
-        bad = self.refuses
-        return [-800 if bad or key.startswith("bad") else sum(size) for key, size in pairs]
+        return [-800 if key.startswith("bad") else sum(size) for key, size in pairs]
 
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
         self.log.append("end " + ",".join(keys))
@@ -77,6 +76,12 @@ class FakeLibrary:
     def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
         self.log.append("revoke " + ",".join(keys))
         return [0] * len(keys)
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], ptrs: Any, sizes: list[list[int]]
+    ) -> list[int]:
+        self.log.append("get")
+        return [-800 if self.refuses else sum(size) for size in sizes]
 
     def get_into_ranges(
         self, ptrs: Any, keys: list[list[str]], to: Any, of: Any, sizes: Any
@@ -269,22 +274,23 @@ def test_no_client_while_it_can_not_be_made() -> None:
 
 
 def test_one_call_finds_out_whether_a_peer_is_back(library: FakeLibrary) -> None:
-    """The first of a put's calls: those behind it wait for what it found, and go on."""
+    """The first of a get's calls: those behind it wait for what it found, and go on."""
     clock = ManualClock()
     url = parse_mooncake_url("mooncake://127.0.0.1:1?admin=http://127.0.0.1:1")
     client = MooncakeClient(url, ARENA, clock, lambda _: library)  # type: ignore[arg-type,return-value]
     assert eventually(client.current)
     client.gate("s").failed("it was away")
-    items = [PutItem(b"%d" % i, [memoryview(bytes(BATCH_BYTES))]) for i in range(6)]
+    page = memoryview(bytearray(BATCH_BYTES))
+    items = [GetItem(b"%d" % i, [page]) for i in range(3)]
     clock.advance(1.0)
     deadline = clock.now() + 100
     mover = Mover(client, "s", clock, deadline, lambda call: None)
-    outcomes = put_all(mover, items[:3], NO_HINTS)
-    assert outcomes == [BlockOutcome.OK] * 3 and client.gate("s").open
+    assert get_all(mover, items, None) == [BlockOutcome.OK] * 3 and client.gate("s").open
+    assert library.log == ["get"] * 3
     client.gate("s").failed("it was away")
     clock.advance(1.0)
     library.refuses = True
-    assert put_all(mover, items[3:], NO_HINTS) == [BlockOutcome.FAILED] * 3
-    assert library.log.count("send") == 4  # the others were not sent
+    assert get_all(mover, items, None) == [BlockOutcome.FAILED] * 3
+    assert library.log == ["get"] * 4  # the others were not asked for
     client.close()
     assert client.closed(10)
