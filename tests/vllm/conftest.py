@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from store_worker.index.redis import RedisIndex
 from tests.servers import Server
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from tests.vllm.dialogs import Reference
@@ -32,6 +34,14 @@ class Store:
     def urls(self) -> dict[str, object]:
         """The config key `store`."""
         return {"index": self.index.url, "data": [node.url for node in self.nodes]}
+
+    def pause_data(self) -> None:
+        """Stop the first data node once the index knows it: before, a save would find no node, and
+        be declined instead of kept waiting."""
+        index = RedisIndex(self.index.url)
+        eventually(lambda: any(node.up for node in index.nodes()), 20, "a node that is up")
+        index.close_connections()
+        self.data.pause()
 
     def objects(self) -> dict[bytes, bytes]:
         """Every object of the first data node, by key."""

@@ -30,7 +30,7 @@ def preempt(engine: Engine, *names: str) -> None:
 def pausing(engines: Engines, store: Store, blocks: int, hold: float = 1.0) -> Engine:
     """An engine whose saves wait until the data node is resumed."""
     engine = engines(kit={"num_blocks": blocks}, hold_share_max=hold, **PATIENT)
-    store.data.pause()
+    store.pause_data()
     return engine
 
 
@@ -226,7 +226,7 @@ def test_fault_37_a_small_pool_under_slow_saves_finishes_everything(
     engine = engines(
         kit={"num_blocks": 21}, hold_share_max=hold, save_deadline_s=2.0, object_ttl_s=60.0
     )
-    store.data.pause()
+    store.pause_data()
     prompts = [prompt(370 + i, 3 * B + i) for i in range(8)]
     texts = [engine.ask(f"r{i}", p, 2 * B, session_id=f"s{i}") for i, p in enumerate(prompts)]
     engine.run_until(engine.saves, "a save that gets nowhere")

@@ -184,7 +184,7 @@ def test_fault_60_decode_waits_for_the_hand_off_and_hits(
 ) -> None:
     tokens = prompt(601, 5 * B + 7)
     prefill = engines(pd_role="prefill", connect_timeout_s=30.0)
-    store.data.pause()
+    store.pause_data()
     text = prefill.answer("p", tokens, 1, session_id="s")
     decode = engines(pd_role="decode", pd_wait_s=20.0, save_wait_s=0.0)
     params = {"kv_transfer_params": text.params}
@@ -203,7 +203,7 @@ def test_fault_60_decode_falls_back_at_its_deadline(
 ) -> None:
     tokens = prompt(602, 5 * B + 7)
     prefill = engines(pd_role="prefill", connect_timeout_s=30.0)
-    store.data.pause()
+    store.pause_data()
     text = prefill.answer("p", tokens, 1, session_id="s")
     decode = engines(pd_role="decode", pd_wait_s=1.0)
     params = {"kv_transfer_params": text.params}
