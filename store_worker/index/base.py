@@ -107,7 +107,7 @@ class SessionIndex(Protocol):
 
     def close(self, session: SessionKey, now_ms: int = 0, resume: bool = False) -> Closed:
         """End the generation at once, drop its holds, free upward what nothing else needs, at most
-        128 blocks; while `more`, call again with `resume`, which ends no generation. What is
+        96 blocks; while `more`, call again with `resume`, which ends no generation. What is
         leased at that moment is freed by a later `dying`, `close`, or as a first victim."""
 
     def retain(self, session: SessionKey, priority: int, ttl_s: float, now_ms: int = 0) -> None:

@@ -57,6 +57,7 @@ from store_worker.index.base import SessionIndex
 from store_worker.index.failures import failure
 from store_worker.index.hints import take_hint
 from store_worker.index.keeper import Keeper
+from store_worker.index.limits import ROOM_TRIES
 from store_worker.index.precheck import Precheck, cut
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,6 @@ CHECK_EVERY_S = 1.0
 FIT_EVERY_CHECKS = 10
 TIP_POLL_S = 0.005
 DOWN_S = 0.25
-ROOM_TRIES = 16
 DYING_WAIT_S = 0.5
 CLOSE_CALLS_MAX = 4096
 

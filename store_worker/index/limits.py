@@ -9,6 +9,8 @@ REMOVED_MAX = 96
 RUN_COST = 16
 """What touching a run counts in the budget of blocks that one call may remove: a run takes some
 80 us of the server's time, a block 7 us, and no call may take 2 ms."""
+ROOM_TRIES = 16
+"""How often a save asks again after its victims were deleted."""
 CANDIDATES_MAX = 16
 SLICES_MAX = 64
 """Slices of one `acquire`: neighbouring runs on one node are one slice."""

@@ -89,7 +89,7 @@ def _wanted(op: Op, request: PrepareRequest) -> Wanted | None:
     if request.parent:
         found = tree.find(op, request.namespace, request.parent)
         above = tree.walk(op, *found) if found else None
-        if above is None or not _loadable(op, above):
+        if above is None or any(tree.live_stop(op, run) < depth for run, depth in above):
             return None
         path = above
     before = request.parent
@@ -105,17 +105,6 @@ def _wanted(op: Op, request: PrepareRequest) -> Wanted | None:
         before = block
         first += 1
     return Wanted(request, first, before, path)
-
-
-def _loadable(op: Op, path: Path) -> bool:
-    """Has every block of the path a copy that can be loaded?"""
-    nodes = op.s.by_idx
-    for run, depth in path:
-        home = nodes[run.node - 1] if run.node else None
-        at_home = home is not None and home.up and home.epoch == run.epoch
-        if not at_home and tree.live_stop(op, run) < depth:
-            return False
-    return True
 
 
 def _node_of(op: Op, wanted: Wanted) -> Node:

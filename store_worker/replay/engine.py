@@ -28,6 +28,7 @@ from connector.indexmsg import (
 from connector.lookup import LookupOutcome
 from store_worker import placement
 from store_worker.index import IndexOptions, MemoryIndex, search
+from store_worker.index.limits import ROOM_TRIES
 from store_worker.policy import FIT_INTERVAL_MS, make_policy
 from store_worker.replay.nodes import Nodes, skew
 from store_worker.replay.report import Lookups, Result, Setup, loss, spread
@@ -36,7 +37,6 @@ from store_worker.replay.trace import Request, last_turns
 NAMESPACE = Namespace(b"replay".ljust(16, b"\0"))
 LEASE_S = 0.001
 SAVE_BLOCKS = 16
-ROOM_TRIES = 16
 WALKS = 12
 TURNS_PER_READ = 5_000
 

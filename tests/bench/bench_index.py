@@ -155,10 +155,7 @@ class Bench:
         def calls() -> Iterator[Callable[[], object]]:
             for n in range(rounds):
                 yield partial(close, key(f"s{n}"))
-                while closed[-1].more:
-                    self.index.freed(closed[-1].victims, now)
-                    closed.append(self.index.close(key(f"s{n}"), now, resume=True))
-                self.index.freed(closed[-1].victims, now)
+                self.finish_close(key(f"s{n}"), closed.pop())
 
         def close(s: SessionKey) -> None:
             closed.append(self.index.close(s, now))
@@ -185,7 +182,10 @@ class Bench:
         self.timed((partial(self.close_all, s) for s in sessions), what, "close, all calls", 1)
 
     def close_all(self, session: SessionKey) -> None:
-        closed = self.index.close(session, self.drive.now)
+        self.finish_close(session, self.index.close(session, self.drive.now))
+
+    def finish_close(self, session: SessionKey, closed: Closed) -> None:
+        """Free what the first call of a close has left."""
         while closed.more:
             self.index.freed(closed.victims, self.drive.now)
             closed = self.index.close(session, self.drive.now, resume=True)
