@@ -16,7 +16,7 @@ import openai
 import redis
 
 from connector.errors import StoreError
-from connector.ids import SessionKey
+from connector.ids import NodeId, SessionKey
 from connector.session import session_key
 from store_worker.index import open_index
 from tests.vllm.servers import MODEL_NAME, TOKENS_PER_BLOCK, VllmServer
@@ -140,6 +140,35 @@ class StoreView:
             raise AssertionError(
                 f"{self.blocks(session)} of {blocks} blocks of {session!r} are committed\n{told}"
             ) from None
+
+
+@dataclass(kw_only=True)
+class SharedStore:
+    """Servers that share a store, a client of each, and what its index knows.
+
+    settle_s: how long a server may take until nothing holds a block.
+    """
+
+    servers: list[VllmServer]
+    clients: list[openai.OpenAI]
+    view: StoreView
+    settle_s: float = 20
+
+    def reset_local(self) -> None:
+        """Empty the engines' own caches: the next hits come from the store. Nothing may hold a
+        block once they are idle."""
+        for server in self.servers:
+            what = f"{server.spec.name} holds nothing"
+            eventually(server.reset_local_cache, self.settle_s, what, 0.05)
+
+    def home(self, session: str) -> NodeId:
+        """Where the index says that the session is at home."""
+        state = self.view.index.session(self.view.key(session))
+        assert state is not None and state.home is not None
+        return state.home
+
+    def troubles(self) -> str:
+        return "\n".join(server.troubles() for server in self.servers)
 
 
 class Reference:

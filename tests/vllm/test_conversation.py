@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx
-import openai
 import pytest
 
 from connector.session import short
@@ -19,6 +18,7 @@ from tests.vllm import tiny_model
 from tests.vllm.dialogs import (
     Dialog,
     Reference,
+    SharedStore,
     StoreView,
     assert_cached,
     chat,
@@ -30,7 +30,6 @@ from tests.vllm.servers import (
     PATIENCE,
     TOKENS_PER_BLOCK,
     Spec,
-    VllmServer,
     running,
     transfer_config,
 )
@@ -39,19 +38,11 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.timeout(400)
 
 
-@dataclass
-class Pair:
+@dataclass(kw_only=True)
+class Pair(SharedStore):
     """Two servers on one Redis, and a client of each."""
 
     redis: Server
-    servers: list[VllmServer]
-    clients: list[openai.OpenAI]
-    view: StoreView
-
-    def reset_local(self) -> None:
-        """Empty both engines' own caches; nothing may hold a block once they are idle."""
-        for server in self.servers:
-            eventually(server.reset_local_cache, 20, f"{server.spec.name} holds nothing", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +54,8 @@ def pair(reference: Reference) -> Iterator[Pair]:
         specs = [Spec(name, transfer, blocks=2048, flags=flags) for name in "ab"]
         servers = stack.enter_context(running(*specs))
         clients = [stack.enter_context(client_of(server)) for server in servers]
-        yield Pair(redis, servers, clients, StoreView(redis.tcp_url, servers))
+        view = StoreView(redis.tcp_url, servers)
+        yield Pair(redis=redis, servers=servers, clients=clients, view=view)
 
 
 def test_a_conversation_alternates_between_two_servers(pair: Pair, reference: Reference) -> None:

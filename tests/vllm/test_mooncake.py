@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import openai
 import pytest
 
 from connector.ids import NodeId
@@ -24,13 +23,14 @@ from tests.vllm.dialogs import (
     Dialog,
     Reference,
     Reply,
+    SharedStore,
     StoreView,
     assert_cached,
     chat,
     client_of,
     follow,
 )
-from tests.vllm.servers import TOKENS_PER_BLOCK, Spec, VllmServer, running, transfer_config
+from tests.vllm.servers import TOKENS_PER_BLOCK, Spec, running, transfer_config
 from tests.waiting import eventually
 
 pytestmark = [
@@ -52,25 +52,11 @@ SESSIONS_MAX = 24
 AT_HOME_MIN = 0.95
 
 
-@dataclass
-class Rig:
+@dataclass(kw_only=True)
+class Rig(SharedStore):
     """The two servers, a client of each, and both halves of the store."""
 
     cluster: MooncakeCluster
-    servers: list[VllmServer]
-    clients: list[openai.OpenAI]
-    view: StoreView
-
-    def reset_local(self) -> None:
-        """Empty both engines' own caches: the next hits come from the store."""
-        for server in self.servers:
-            eventually(server.reset_local_cache, 20, f"{server.spec.name} holds nothing", 0.05)
-
-    def home(self, session: str) -> NodeId:
-        """Where the index says that the session is at home."""
-        state = self.view.index.session(self.view.key(session))
-        assert state is not None and state.home is not None
-        return state.home
 
     def objects(self) -> set[tuple[str, bytes]]:
         """(node, key) of every object, as the master lists them."""
@@ -88,9 +74,6 @@ class Rig:
             node.close()
         return found
 
-    def troubles(self) -> str:
-        return "\n".join(server.troubles() for server in self.servers)
-
 
 @pytest.fixture(scope="module")
 def rig(reference: Reference) -> Iterator[Rig]:
@@ -104,7 +87,8 @@ def rig(reference: Reference) -> Iterator[Rig]:
         clients = [stack.enter_context(client_of(server)) for server in servers]
         member = Membership(cluster.url, cluster.config(), cluster.clock)
         stack.callback(member.close)
-        yield Rig(cluster, servers, clients, StoreView(index.tcp_url, servers))
+        view = StoreView(index.tcp_url, servers)
+        yield Rig(cluster=cluster, servers=servers, clients=clients, view=view)
 
 
 def test_a_conversation_alternates_and_lies_at_home(rig: Rig, reference: Reference) -> None:

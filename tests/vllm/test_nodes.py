@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import openai
 import pytest
 
 from connector.ids import NodeId
@@ -27,13 +26,14 @@ from tests.vllm.dialogs import (
     Dialog,
     Reference,
     Reply,
+    SharedStore,
     StoreView,
     assert_cached,
     chat,
     client_of,
     follow,
 )
-from tests.vllm.servers import ROOT, TOKENS_PER_BLOCK, Spec, VllmServer, running, transfer_config
+from tests.vllm.servers import ROOT, TOKENS_PER_BLOCK, Spec, running, transfer_config
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,26 +49,13 @@ TALKS_MAX = 24
 VERIFY_DEADLINE_S = 60.0
 
 
-@dataclass
-class Rig:
+@dataclass(kw_only=True)
+class Rig(SharedStore):
     """The two servers, a client of each, the index and the data nodes by their names."""
 
     index: Server
     nodes: dict[NodeId, Server]
-    servers: list[VllmServer]
-    clients: list[openai.OpenAI]
-    view: StoreView
-
-    def reset_local(self) -> None:
-        """Empty both engines' own caches: the next hits come from the store."""
-        for server in self.servers:
-            eventually(server.reset_local_cache, 30, f"{server.spec.name} holds nothing", 0.05)
-
-    def home(self, session: str) -> NodeId:
-        """Where the index says that the session is at home."""
-        state = self.view.index.session(self.view.key(session))
-        assert state is not None and state.home is not None
-        return state.home
+    settle_s: float = 30
 
     def objects(self, name: NodeId) -> set[bytes]:
         """Keys of the objects that lie on a node, as the node itself lists them."""
@@ -90,9 +77,6 @@ class Rig:
         )  # fmt: skip
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
-
-    def troubles(self) -> str:
-        return "\n".join(server.troubles() for server in self.servers)
 
 
 @dataclass
@@ -150,7 +134,8 @@ def rig(reference: Reference) -> Iterator[Rig]:
         servers = stack.enter_context(running(*(Spec(name, transfer) for name in "ab")))
         clients = [stack.enter_context(client_of(server)) for server in servers]
         names = {node_id(node.tcp_url): node for node in nodes}
-        yield Rig(index, names, servers, clients, StoreView(index.tcp_url, servers))
+        view = StoreView(index.tcp_url, servers)
+        yield Rig(index=index, nodes=names, servers=servers, clients=clients, view=view)
 
 
 def dialogs(reference: Reference) -> Iterator[Dialog]:
