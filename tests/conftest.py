@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.servers import Server
+
+# Before anything imports grpc: its own work at a fork, while calls are under way, was seen to hang
+# servers that a test starts, or to end them before they had begun.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 @pytest.fixture(scope="module")
